@@ -1,0 +1,159 @@
+"""What ran when, on which device and wire: kept as events, summarised, drawn and exported."""
+
+import json
+import math
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from utils import plots
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that ran: `start` and `duration` in seconds from the start of the recording.
+
+    `kind` is "compute", "communication" or "host". `rows` says where it is drawn: ("gpu0",) for
+    compute, ("host",), or the wires it occupies, ("gpu0→switch0", "switch0→gpu1"). `devices` are the
+    indices of the GPUs concerned, both ends of a copy; `bytes` moved and `flops` computed.
+    """
+
+    name: str
+    kind: str
+    rows: tuple[str, ...]
+    start: float
+    duration: float
+    devices: tuple[int, ...] = ()
+    bytes: int = 0
+    flops: int = 0
+
+    @property
+    def end(self):
+        """Seconds from the start of the recording."""
+        return self.start + self.duration
+
+
+def union(intervals):
+    """The (start, end) pairs that cover the same points, in order, without overlaps or contacts."""
+    merged = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def total(intervals):
+    """Length of the union of (start, end) pairs."""
+    return math.fsum(end - start for start, end in union(intervals))
+
+
+@dataclass
+class Timeline:
+    """Everything that one recording saw.
+
+    `devices` are the names of the device rows ("gpu0", …), `machine` a description for titles
+    ("4 × V100 on pcie-switch"), `peak_memory` for each device the bytes by kind at its peak, and
+    `duration` the seconds from start to end of the recording (by default the end of the last event).
+    """
+
+    events: list[Event] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
+    simulated: bool = True
+    machine: str = ""
+    peak_memory: list[dict[str, int]] = field(default_factory=list)
+    duration: float | None = None
+
+    def __post_init__(self):
+        if self.duration is None:
+            self.duration = max((event.end for event in self.events), default=0.0)
+
+    @property
+    def title(self):
+        """"simulated: <machine>" or "measured on <machine>"."""
+        if self.simulated:
+            return f"simulated: {self.machine}" if self.machine else "simulated"
+        return f"measured on {self.machine}" if self.machine else "measured"
+
+    def _name(self, device):
+        name = self.devices[device] if isinstance(device, int) else str(device)
+        if name not in self.devices:
+            raise ValueError(f"no device {name!r} in this timeline; it has {', '.join(self.devices)}")
+        return name
+
+    def _intervals(self, device, kind):
+        name = self._name(device)
+        index = self.devices.index(name)
+        return [
+            (event.start, event.end)
+            for event in self.events
+            if event.kind == kind and (name in event.rows or index in event.devices)
+        ]
+
+    def busy(self, device):
+        """Seconds in which the device computes."""
+        return total(self._intervals(device, "compute"))
+
+    def communication(self, device):
+        """Seconds in which the device sends or receives."""
+        return total(self._intervals(device, "communication"))
+
+    def exposed(self, device):
+        """Seconds in which the device sends or receives and does not compute."""
+        compute = self._intervals(device, "compute")
+        return total(compute + self._intervals(device, "communication")) - total(compute)
+
+    def idle(self, device):
+        """Seconds of the recording in which the device neither computes nor communicates."""
+        return self.duration - self.busy(device) - self.exposed(device)
+
+    def wire_time(self):
+        """Seconds in which any wire is busy."""
+        return total((e.start, e.end) for e in self.events if e.kind == "communication")
+
+    def bytes_sent(self, device):
+        """Bytes that left the device over its wires."""
+        name = self._name(device)
+        return sum(
+            event.bytes
+            for event in self.events
+            if event.kind == "communication"
+            and any(row.startswith(f"{name}→") for row in event.rows)
+        )
+
+    def summary(self):
+        """A DataFrame with a row a device: milliseconds and, where known, peak memory in MB."""
+        table = pd.DataFrame(
+            {
+                "busy (ms)": [self.busy(d) * 1e3 for d in self.devices],
+                "communication (ms)": [self.communication(d) * 1e3 for d in self.devices],
+                "exposed communication (ms)": [self.exposed(d) * 1e3 for d in self.devices],
+                "idle (ms)": [self.idle(d) * 1e3 for d in self.devices],
+            },
+            index=pd.Index(self.devices, name="device"),
+        )
+        if self.peak_memory:
+            table["peak memory (MB)"] = [sum(kinds.values()) / 1e6 for kinds in self.peak_memory]
+        table.attrs["title"] = self.title
+        table.columns.name = "simulated" if self.simulated else "measured"
+        return table.round(3)
+
+    def plot(self, ax=None, rows="all", title=None):
+        """Draw the events of "all" rows, of "devices" or of "links"; returns nothing."""
+        plots.draw_timeline(self, ax=ax, rows=rows, title=title)
+
+    def to_chrome_trace(self, path):
+        """Write Trace Event JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+        events = []
+        rows = list(dict.fromkeys([*self.devices, *(r for e in self.events for r in e.rows)]))
+        for event in self.events:
+            for row in event.rows:
+                events.append(
+                    {"ph": "X", "pid": 0, "tid": rows.index(row), "name": event.name,
+                     "cat": event.kind, "ts": event.start * 1e6, "dur": event.duration * 1e6}
+                )  # fmt: skip
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"traceEvents": events}, file)
