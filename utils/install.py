@@ -1,7 +1,7 @@
-"""Complete the course's environment, then print its interpreter: the set-up behind every `make` target.
+"""Complete the course's environment, then print its interpreter: the set-up of all `make` targets.
 
 Runs with any Python from 3.10 and nothing installed. A stamp inside the environment says for which
-requirements it is complete; as long as they are the same, nothing is installed and no network is used.
+requirements it is complete; as long as they are the same, nothing is installed and no network used.
 """
 
 import hashlib
@@ -11,14 +11,15 @@ import platform
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 COURSE = Path(__file__).resolve().parent.parent
 VENV = COURSE / ".venv"
 D2L = "d2l==1.0.3"  # without its pins, which are of 2023; it works with current packages
 OLDEST = (3, 10)
-# Free disk for a first installation, GB: the environment, and the downloads while they are unpacked.
-# Linux is large because torch brings CUDA's libraries along.
+# Free disk for a first installation, GB: the environment, and the downloads while they unpack.
+# Linux needs more because torch brings CUDA's libraries along.
 DISK = 11 if platform.system() == "Linux" else 3
 
 CAUSES = (  # what pip's log says, what the reader can do
@@ -44,8 +45,8 @@ CAUSES = (  # what pip's log says, what the reader can do
     ),
     (
         ("No matching distribution found", "Could not find a version"),
-        "A package has no release for this Python ({python}) or this machine ({machine}). The line "
-        "above names it; a Python from 3.10 to 3.13 is the safest choice (make lab PYTHON=python3.12).",
+        "A package, named above, has no release for this Python ({python}) or this machine "
+        "({machine}). Try another Python: make lab PYTHON=python3.12",
     ),
 )
 
@@ -60,11 +61,11 @@ def stop(message):
 
 
 def probe(python):
-    """What an interpreter is: version, prefix, kind ("venv", "conda", "system"), pip; None if broken."""
+    """What an interpreter is and has; None if it does not start."""
     code = (
-        "import importlib.util as u, json, os, sys; c = os.path.join(sys.prefix, 'conda-meta'); "
-        "print(json.dumps(dict(version=list(sys.version_info[:2]), prefix=sys.prefix, "
-        "kind='venv' if sys.prefix != sys.base_prefix else 'conda' if os.path.isdir(c) else 'system', "
+        "import importlib.util as u, json, os, sys; "
+        "own = sys.prefix != sys.base_prefix or os.path.isdir(sys.prefix + '/conda-meta'); "
+        "print(json.dumps(dict(version=sys.version_info[:2], prefix=sys.prefix, environment=own, "
         "pip=bool(u.find_spec('pip')), torch=bool(u.find_spec('torch')))))"
     )
     try:
@@ -77,7 +78,7 @@ def probe(python):
 def find_environment():
     """The interpreter of the environment to use; makes .venv if it is the one and is missing."""
     asked = os.environ.get("COURSE_PYTHON")
-    if asked and probe(sys.executable)["kind"] != "system":
+    if asked and probe(sys.executable)["environment"]:
         return sys.executable
     prefix = os.environ.get("CONDA_PREFIX")
     if prefix and not asked and os.environ.get("CONDA_DEFAULT_ENV") != "base":
@@ -97,25 +98,20 @@ def make_venv(asked):
     found = probe(python) if python.exists() else None
     if found and asked and tuple(found["version"]) != sys.version_info[:2]:
         stop(
-            ".venv was made with Python {}.{}, PYTHON is {}.{}: run `make clean-all` first to change."
-            "".format(*found["version"], *sys.version_info[:2])
+            ".venv was made with Python {}.{} and PYTHON is {}.{}: to change, "
+            "`make clean-all` first.".format(*found["version"], *sys.version_info[:2])
         )
     if found and found["pip"]:
         return str(python)
     if VENV.exists():
         say(".venv is incomplete or its Python is gone: making it anew")
-    missing = [m for m in ("venv", "ensurepip") if not importable(m)]
+    missing = [name for name in ("venv", "ensurepip") if find_spec(name) is None]
     if missing:
-        debian = Path("/etc/debian_version").exists()
+        debian = "`sudo apt install python3-venv` mends that on Debian and Ubuntu.\n"
         stop(
-            f"This Python ({sys.executable}) cannot make a virtual environment: it has no "
-            f"{' and no '.join(missing)} module.\n"
-            + (
-                "Run `sudo apt install python3-venv`, then the same command again,\n"
-                if debian
-                else ""
-            )
-            + "or name another Python: make lab PYTHON=/path/to/python3"
+            f"{sys.executable} cannot make a virtual environment: no module {', '.join(missing)}.\n"
+            + (debian if Path("/etc/debian_version").exists() else "")
+            + "Another Python can be named: make lab PYTHON=/path/to/python3"
         )
     check_disk(VENV.parent, DISK)
     say(f"Making .venv with Python {platform.python_version()}")
@@ -124,12 +120,6 @@ def make_venv(asked):
     if done.returncode:
         stop("Making .venv failed, for the reason above.")
     return str(python)
-
-
-def importable(name):
-    from importlib.util import find_spec
-
-    return find_spec(name) is not None
 
 
 def check_disk(folder, needed):
@@ -148,9 +138,9 @@ def requirements():
     return hashlib.sha256("\n".join([declared, D2L, str(COURSE)]).encode()).hexdigest()
 
 
-def pip(python, prefix, *arguments):
+def pip(python, found, *arguments):
     """Run pip of the environment; explain a failure in the reader's terms."""
-    scratch = Path(prefix, "course-setup")  # /tmp may be a small disk in memory
+    scratch = Path(found["prefix"], "course-setup")  # /tmp may be a small disk in memory
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     log = scratch / "pip.log"
@@ -169,11 +159,8 @@ def pip(python, prefix, *arguments):
         return
     for signs, advice in CAUSES:
         if any(sign in text for sign in signs):
-            stop(
-                advice.format(
-                    disk=DISK, python=platform.python_version(), machine=platform.machine()
-                )
-            )
+            version = ".".join(map(str, found["version"]))
+            stop(advice.format(disk=DISK, python=version, machine=platform.machine()))
     stop("Installing failed, for the reason that pip gives above. Nothing is marked as complete.")
 
 
@@ -194,11 +181,9 @@ def main():
         stamp.unlink(missing_ok=True)
         if not found["torch"]:
             check_disk(found["prefix"], DISK)
-        say(
-            f"Installing the course's packages into {found['prefix']} (the first time takes minutes)"
-        )
-        pip(python, found["prefix"], "--editable", ".[test]")
-        pip(python, found["prefix"], "--no-deps", D2L)
+        say(f"Installing the course into {found['prefix']}: minutes, the first time")
+        pip(python, found, "--editable", ".[test]")
+        pip(python, found, "--no-deps", D2L)
         partial = stamp.with_suffix(".part")
         partial.write_text(complete)
         partial.replace(stamp)
