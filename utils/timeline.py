@@ -46,6 +46,25 @@ def union(intervals):
     return merged
 
 
+def difference(intervals, others):
+    """The parts of `intervals` that no pair of `others` covers, in order, without overlaps."""
+    left = []
+    others = union(others)
+    first = 0
+    for start, end in union(intervals):
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        for other_start, other_end in others[first:]:
+            if other_start >= end:
+                break
+            if other_start > start:
+                left.append((start, other_start))
+            start = max(start, other_end)
+        if start < end:
+            left.append((start, end))
+    return left
+
+
 def total(intervals):
     """Length of the union of (start, end) pairs."""
     return math.fsum(end - start for start, end in union(intervals))
@@ -79,36 +98,46 @@ class Timeline:
         return f"measured on {self.machine}" if self.machine else "measured"
 
     def _name(self, device):
-        name = self.devices[device] if isinstance(device, int) else str(device)
-        if name not in self.devices:
-            raise ValueError(f"no device {name!r} in this timeline; it has {', '.join(self.devices)}")
-        return name
+        if isinstance(device, int) and -len(self.devices) <= device < len(self.devices):
+            return self.devices[device]
+        if device not in self.devices:
+            names = ", ".join(self.devices) or "no devices"
+            raise ValueError(f"no device {device!r} in this timeline; it has {names}")
+        return device
 
-    def _intervals(self, device, kind):
+    def intervals(self, device, kind):
+        """When the device (its name or number) had work of a kind: sorted, disjoint (start, end).
+
+        A communication concerns the devices of its event or, where it names none, those at the ends
+        of its wires.
+        """
         name = self._name(device)
         index = self.devices.index(name)
-        return [
-            (event.start, event.end)
-            for event in self.events
-            if event.kind == kind and (name in event.rows or index in event.devices)
-        ]
+
+        def concerns(event):
+            if name in event.rows or index in event.devices:
+                return True
+            return not event.devices and any(name in row.split("→") for row in event.rows)
+
+        return union((e.start, e.end) for e in self.events if e.kind == kind and concerns(e))
 
     def busy(self, device):
         """Seconds in which the device computes."""
-        return total(self._intervals(device, "compute"))
+        return total(self.intervals(device, "compute"))
 
     def communication(self, device):
         """Seconds in which the device sends or receives."""
-        return total(self._intervals(device, "communication"))
+        return total(self.intervals(device, "communication"))
 
     def exposed(self, device):
         """Seconds in which the device sends or receives and does not compute."""
-        compute = self._intervals(device, "compute")
-        return total(compute + self._intervals(device, "communication")) - total(compute)
+        sending = self.intervals(device, "communication")
+        return total(difference(sending, self.intervals(device, "compute")))
 
     def idle(self, device):
         """Seconds of the recording in which the device neither computes nor communicates."""
-        return self.duration - self.busy(device) - self.exposed(device)
+        active = self.intervals(device, "compute") + self.intervals(device, "communication")
+        return total(difference([(0.0, self.duration)], active))
 
     def wire_time(self):
         """Seconds in which any wire is busy."""
