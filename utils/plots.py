@@ -1,4 +1,4 @@
-"""The course's one figure style: colours, the time axis, timelines, and how a notebook shows a figure.
+"""The course's one figure style: colours, time axis, timelines, and showing figures in a notebook.
 
 Importing this module applies the style. Compute, communication, idle and the host keep one colour
 each, and so does every rank; they differ in lightness too, so figures can be read in grey and by
@@ -69,15 +69,13 @@ def rank_colour(rank):
 
 
 def time_unit(seconds):
-    """The unit that suits a duration: ("µs", 1e6), ("ms", 1e3) or ("s", 1), name and units a second."""
+    """Name and number a second of the unit for a duration: ("µs", 1e6), ("ms", 1e3) or ("s", 1)."""
     if 0 < seconds < 1e-3:
         return "µs", 1e6
     return ("ms", 1e3) if seconds < 1 else ("s", 1.0)
 
 
-_RECTANGLE = re.compile(
-    r"M (\S+) (\S+) \nL (\S+) \2 \nL \3 (\S+) \nL \1 \4 \n(?:L \1 \2 \n)?z\s*"
-)
+_RECTANGLE = re.compile(r"M (\S+) (\S+) \nL (\S+) \2 \nL \3 (\S+) \nL \1 \4 \n(?:L \1 \2 \n)?z\s*")
 
 
 def svg(fig=None):
@@ -208,7 +206,8 @@ def _thin(layers, duration):
 
 
 def _separate(bars, hair):
-    return [(start, max(end - hair * (end - start > 4 * hair), start + hair / 2)) for start, end in bars]
+    shorter = [(start, end - hair if end - start > 4 * hair else end) for start, end in bars]
+    return [(start, max(end, start + hair / 2)) for start, end in shorter]
 
 
 def _merge(bars, gap, shortest):
@@ -277,5 +276,5 @@ def _label(ax, timeline, places, bottom, unit, scale, title):
     )  # fmt: skip
     if title:
         ax.set_title(title, pad=22)
-    ax.text(0, 1, timeline.title, transform=offset_copy(ax.transAxes, ax.figure, y=5, units="points"),
-            fontsize=8, color="#444444", va="bottom")  # fmt: skip
+    above = offset_copy(ax.transAxes, ax.figure, y=5, units="points")
+    ax.text(0, 1, timeline.title, transform=above, fontsize=8, color="#444444", va="bottom")

@@ -14,8 +14,8 @@ class Event:
     """One thing that ran: `start` and `duration` in seconds from the start of the recording.
 
     `kind` is "compute", "communication" or "host". `rows` says where it is drawn: ("gpu0",) for
-    compute, ("host",), or the wires it occupies, ("gpu0→switch0", "switch0→gpu1"). `devices` are the
-    indices of the GPUs concerned, both ends of a copy; `bytes` moved and `flops` computed.
+    compute, ("host",), or the wires it occupies, ("gpu0→switch0", "switch0→gpu1"). `devices` are
+    the indices of the GPUs concerned, both ends of a copy; `bytes` moved and `flops` computed.
     """
 
     name: str
@@ -54,12 +54,12 @@ def difference(intervals, others):
     for start, end in union(intervals):
         while first < len(others) and others[first][1] <= start:
             first += 1
-        for other_start, other_end in others[first:]:
-            if other_start >= end:
-                break
-            if other_start > start:
-                left.append((start, other_start))
-            start = max(start, other_end)
+        i = first
+        while start < end and i < len(others) and others[i][0] < end:
+            if others[i][0] > start:
+                left.append((start, others[i][0]))
+            start = others[i][1]
+            i += 1
         if start < end:
             left.append((start, end))
     return left
@@ -76,7 +76,7 @@ class Timeline:
 
     `devices` are the names of the device rows ("gpu0", …), `machine` a description for titles
     ("4 × V100 on pcie-switch"), `peak_memory` for each device the bytes by kind at its peak, and
-    `duration` the seconds from start to end of the recording (by default the end of the last event).
+    `duration` the seconds from start to end of the recording (the end of the last event if None).
     """
 
     events: list[Event] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Timeline:
 
     @property
     def title(self):
-        """"simulated: <machine>" or "measured on <machine>"."""
+        """How the figures came about: "simulated: <machine>" or "measured on <machine>"."""
         if self.simulated:
             return f"simulated: {self.machine}" if self.machine else "simulated"
         return f"measured on {self.machine}" if self.machine else "measured"
@@ -176,13 +176,22 @@ class Timeline:
 
     def to_chrome_trace(self, path):
         """Write Trace Event JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
-        events = []
-        rows = list(dict.fromkeys([*self.devices, *(r for e in self.events for r in e.rows)]))
-        for event in self.events:
-            for row in event.rows:
-                events.append(
-                    {"ph": "X", "pid": 0, "tid": rows.index(row), "name": event.name,
-                     "cat": event.kind, "ts": event.start * 1e6, "dur": event.duration * 1e6}
-                )  # fmt: skip
+        from utils import traces
+
         with open(path, "w", encoding="utf-8") as file:
-            json.dump({"traceEvents": events}, file)
+            json.dump(traces.to_trace(self), file)
+
+    @classmethod
+    def from_profiler(cls, trace, machine="", devices=None, peak_memory=()):
+        """The measured timeline of a profile, the JSON dict of torch's export_chrome_trace.
+
+        With GPUs their kernels and copies and the host's CUDA calls, on a CPU its operations. Time
+        runs from the first to the end of the last of these, the host's waiting included. `devices`
+        are the names of devices to show though they may have done nothing. Raises ValueError if the
+        profile is empty.
+        """
+        from utils import traces
+
+        events, found, duration = traces.read_profile(trace)
+        names = list(dict.fromkeys([*(devices or []), *found]))
+        return cls(events, names, False, machine, list(peak_memory), duration)
