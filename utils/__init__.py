@@ -1,0 +1,9 @@
+"""Parallel Training from Scratch: the code that the chapters share.
+
+from utils import Cluster
+cluster = Cluster(4)
+"""
+
+from .devices import Cluster
+
+__all__ = ["Cluster"]

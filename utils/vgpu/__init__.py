@@ -1,0 +1,46 @@
+"""Virtual GPUs: real PyTorch arithmetic, simulated time.
+
+    machine.py    a host, devices and wires, each with a clock
+    memory.py     what lies in each device's memory
+    work.py       how many FLOPs and bytes an operation is
+    dispatch.py   the mode that sees every operation, places its result and charges its time
+    tensors.py    `.device`, `.to` and the other questions that never become operations
+    backend.py    `torch.vgpu`, like `torch.cuda`
+    private.py    the private names of PyTorch that all this relies on
+
+What the model leaves out: kernels' own start-up and shapes (one efficiency serves all), caches,
+the allocator's fragmentation and rounding, clock speeds that change, wires shared with other
+traffic, and copies that slow one another or the kernels beside them.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from ..hardware import Server
+from . import backend, private, tensors
+from .dispatch import VirtualGPUMode, state
+from .machine import Machine, Recording
+
+__all__ = ["Machine", "Recording", "start", "stop"]
+
+
+def start(server: Server) -> Machine:
+    """Make a server's GPUs the devices "vgpu:0", "vgpu:1", …; they replace earlier ones."""
+    if state.mode is None:
+        private.register_device_module("vgpu", sys.modules[backend.__name__])
+        tensors.install()
+        state.mode = VirtualGPUMode()
+        state.mode.__enter__()
+    devices = [torch.device("vgpu", index) for index in range(server.gpus)]
+    state.machine = Machine(server, devices, torch.OutOfMemoryError)
+    state.latest = state.machine.host
+    state.current = 0
+    return state.machine
+
+
+def stop() -> None:
+    """Leave every operation alone again, such as when real GPUs are used."""
+    state.machine = None

@@ -1,0 +1,127 @@
+"""`torch.vgpu`: the device module that PyTorch asks about virtual GPUs, like `torch.cuda`."""
+
+from __future__ import annotations
+
+import types
+
+import torch
+
+from .dispatch import device_at, state
+
+
+def _machine():
+    if state.machine is None:
+        raise RuntimeError(
+            "there are no virtual GPUs now: make some first, such as `cluster = Cluster(4)`"
+        )
+    return state.machine
+
+
+def _device(device=None):
+    _machine()
+    if device is None:
+        return device_at(state.current)
+    index = device if isinstance(device, int) else torch.device(device).index
+    return device_at(state.current if index is None else index)
+
+
+def is_available() -> bool:
+    """Whether a virtual cluster is in use."""
+    return state.machine is not None
+
+
+def is_initialized() -> bool:
+    return state.machine is not None
+
+
+def device_count() -> int:
+    """The number of virtual GPUs."""
+    return 0 if state.machine is None else len(state.machine.devices)
+
+
+def current_device() -> int:
+    """The index of the device that "vgpu" without an index means."""
+    return state.current
+
+
+def set_device(device) -> None:
+    """Choose the device that "vgpu" without an index means."""
+    state.current = _device(device).index
+
+
+class device:
+    """Context manager: another current device inside."""
+
+    def __init__(self, device):
+        self.index = _device(device).index
+
+    def __enter__(self):
+        self.previous, state.current = state.current, self.index
+
+    def __exit__(self, *_):
+        state.current = self.previous
+
+
+def synchronize(device=None) -> None:
+    """The host waits for everything issued so far on one device (the current one if None)."""
+    _machine().synchronize([_device(device)])
+
+
+def memory_allocated(device=None) -> int:
+    """Bytes in use on a device."""
+    return _device(device).ledger.used
+
+
+def max_memory_allocated(device=None) -> int:
+    """The most bytes in use on a device since its peak was last reset."""
+    return _device(device).ledger.peak
+
+
+def reset_peak_memory_stats(device=None) -> None:
+    """Start the search for the peak again from what is in use now."""
+    _device(device).ledger.reset_peak()
+
+
+def empty_cache() -> None:
+    """Nothing to do: freed memory is free at once."""
+
+
+def get_device_name(device=None) -> str:
+    """The chip's name, marked as simulated."""
+    return f"{_device(device).chip.name} (simulated)"
+
+
+def get_device_properties(device=None) -> types.SimpleNamespace:
+    """`name` and `total_memory` in bytes."""
+    return types.SimpleNamespace(
+        name=get_device_name(device), total_memory=_device(device).chip.memory
+    )
+
+
+def manual_seed(seed: int) -> None:
+    """The virtual GPUs draw from the CPU's generator, which `torch.manual_seed` has seeded."""
+
+
+manual_seed_all = manual_seed
+
+
+def get_rng_state(device=None) -> torch.Tensor:
+    """The state of the generator that the virtual GPUs draw from: the CPU's."""
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device=None) -> None:
+    torch.set_rng_state(state)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """The dtypes of `torch.autocast("vgpu")`: none, casts have to be written out."""
+    return []
+
+
+def _lazy_init() -> None:
+    _machine()
+
+
+def _is_in_bad_fork() -> bool:
+    return False

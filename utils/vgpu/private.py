@@ -1,0 +1,66 @@
+"""Every private name of PyTorch that the virtual GPUs rely on, in one place.
+
+A release that moves one of them breaks this file alone. `TESTED` is the range of releases that the
+tests have passed with.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
+from torch.utils.flop_counter import flop_registry
+
+TESTED = ("2.13.0", "2.14.1")
+
+# The number of the backward pass that runs in this thread; -1 outside one.
+graph_task_id = torch._C._current_graph_task_id
+
+
+def register_device_module(name: str, module) -> None:
+    """Make `torch.device(name)` valid and `torch.<name>` this module."""
+    torch.utils.rename_privateuse1_backend(name)
+    torch._register_device_module(name, module)
+
+
+def is_composite(op) -> bool:
+    """Whether an operation is defined by other operations, which do the work."""
+    key = "CompositeImplicitAutograd"
+    return op.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+
+
+def flop_formula(packet):
+    """PyTorch's FLOP formula for an operation, taking shapes; None where it has none."""
+    aten = torch.ops.aten
+    # The fused attention of the CPU stands for the GPU's: the same products, the same formula.
+    packet = {
+        aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            aten._scaled_dot_product_flash_attention_backward
+        ),
+    }.get(packet, packet)
+    registered = flop_registry.get(packet)
+    return None if registered is None else registered.__wrapped__
+
+
+_BETWEEN = ("_compile.py", "eval_frame.py", "_python_dispatch.py", "dispatch.py")
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+
+def called_by_autograd() -> bool:
+    """Whether the operation being dispatched was issued by a backward formula of PyTorch's own.
+
+    Then no Python code, such as a hook, stands between it and the autograd engine.
+    """
+    if graph_task_id() == -1:
+        return False
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _ENGINE
+
+
+def rebuild_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A new storage of the same size, on the CPU, with nothing in it yet."""
+    return type(storage)(storage.nbytes(), device=storage.device)
