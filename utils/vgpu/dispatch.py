@@ -14,7 +14,7 @@ import torch
 
 from . import private
 from .machine import Device, Host, Machine
-from .memory import Block
+from .memory import Block, Span
 from .work import Work
 
 Tensor = torch.Tensor
@@ -82,7 +82,7 @@ def compute(machine, op, work, args, kwargs, place=None):
                 raise different_devices(work, op, key, place, block.place)
             size = min(size, block.nbytes)
         if block is not None:
-            (writes if written else reads).append(block)
+            (writes if written else reads).append(span_of(tensor, block, size))
         if tensor.requires_grad:
             needs_grad = True
             if block is not None and block._kind == "other" and tensor.is_leaf:
@@ -128,7 +128,7 @@ def create(machine, op, work, args, kwargs):
     if place.index >= 0 and args and isinstance(args[0], (list, tuple)):
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         place.ledger.check_room(math.prod(args[0]) * dtype.itemsize)
-    like = [block for tensor in tensors if (block := block_of(tensor))]
+    like = [span for tensor in tensors if (span := span_of(tensor))]
     result = run(op, args, kwargs)
     if place.index >= 0:
         blocks = [put(result, place, kind_of_result(False))]
@@ -155,10 +155,9 @@ def to_copy(machine, op, work, args, kwargs):
     if target.index >= 0:
         dtype = kwargs.get("dtype") or tensor.dtype
         target.ledger.check_room(tensor.numel() * dtype.itemsize)
-    src = block_of(tensor)
     result = run(op, args, kwargs)
-    dst = put(result, target, kind_of_copy(tensor, src))
-    transfer(machine, source, target, src, dst, tensor, result, kwargs.get("non_blocking", False))
+    put(result, target, kind_of_copy(tensor, block_of(tensor)))
+    transfer(machine, source, target, tensor, result, kwargs.get("non_blocking", False))
     return result
 
 
@@ -170,7 +169,7 @@ def copy_(machine, op, work, args, kwargs):
         return compute(machine, op, work, args, kwargs)
     result = run(op, args, kwargs)
     non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-    transfer(machine, source, target, block_of(src), block_of(dst), src, dst, non_blocking)
+    transfer(machine, source, target, src, dst, non_blocking)
     return result
 
 
@@ -197,7 +196,7 @@ def foreach(machine, op, work, args, kwargs):
         reads, writes, nbytes = touched.setdefault(place, ([], [], []))
         nbytes.append(nbytes_of(tensor))
         if block is not None:
-            (writes if key in work.writes else reads).append(block)
+            (writes if key in work.writes else reads).append(span_of(tensor, block))
     for tensor, like in zip(results(result), args[0]):
         place = place_of(like)
         if place.index >= 0 and block_of(tensor) is None:
@@ -227,18 +226,19 @@ SPECIAL = {
 }
 
 
-def transfer(machine, source, target, src, dst, tensor, result, non_blocking) -> None:
+def transfer(machine, source, target, tensor, result, non_blocking) -> None:
     """Charge a copy between two places; a dtype or layout change is made at the source first.
 
     Ordinary host memory is pageable: the host waits for such a copy whatever `non_blocking` says.
     """
+    src, dst = span_of(tensor), span_of(result)
     if tensor.dtype != result.dtype or not tensor.is_contiguous():
         blocks = [src] if src is not None else []
         machine.compute(source, "pack", 0, nbytes_of(tensor) + nbytes_of(result), False, blocks, [])
     if target is machine.host:
         waits = not non_blocking
     elif source is machine.host:
-        waits = not (non_blocking and src is not None and src.pinned)
+        waits = not (non_blocking and is_pinned(tensor))
     else:
         waits = False
     machine.copy("copy", nbytes_of(result), source, target, src, dst, waits)
@@ -246,14 +246,14 @@ def transfer(machine, source, target, src, dst, tensor, result, non_blocking) ->
 
 def fetch(tensor: Tensor) -> None:
     """The host reads a tensor's values: it waits for them and for their copy."""
-    block, machine = block_of(tensor), state.machine
-    if block is None or machine is None:
+    span, machine = span_of(tensor), state.machine
+    if span is None or machine is None:
         return
     place = place_of(tensor)
     if place is machine.host:
-        machine.wait(block)
+        machine.wait(span)
     else:
-        machine.copy("read", nbytes_of(tensor), place, machine.host, block, None, waits=True)
+        machine.copy("read", nbytes_of(tensor), place, machine.host, span, None, waits=True)
 
 
 def run(op, args, kwargs):
@@ -296,6 +296,28 @@ def block_of(tensor: Tensor) -> Block | None:
         return getattr(tensor.untyped_storage(), "block", None)
     except NotImplementedError:  # sparse: its values have the storage
         return block_of(tensor._values()) if tensor.layout is torch.sparse_coo else None
+
+
+def span_of(tensor: Tensor, block: Block | None = None, size: int | None = None):
+    """The part of its block that a tensor covers: the block itself where that is all of it."""
+    block = block_of(tensor) if block is None else block
+    if block is None or tensor.layout is not torch.strided:
+        return block
+    size = tensor.nbytes if size is None else size
+    if size >= block.nbytes and block.spans is None:
+        return block
+    itemsize = tensor.itemsize
+    if not tensor.is_contiguous():
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+        size = (last + 1) * itemsize if tensor.numel() else 0
+    low = tensor.storage_offset() * itemsize
+    return Span(block, low, low + size)
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    """Whether a tensor is in page-locked host memory."""
+    block = block_of(tensor)
+    return block is not None and block.pinned
 
 
 def nbytes_of(tensor: Tensor) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from ..hardware import Chip, Server
 from ..timeline import Event
-from .memory import Block, Ledger
+from .memory import Block, Ledger, Span
 
 PICOSECONDS = 10**12
 
@@ -135,6 +135,8 @@ class Machine:
         for block in writes:
             if block.used > start:
                 start = block.used
+            if block.ready > start:
+                start = block.ready
         end = start + device.cost(flops, nbytes, half)
         for block in reads:
             if end > block.used:
@@ -159,7 +161,8 @@ class Machine:
         if self.recordings:
             self.note(name, "host", ("host",), start, end, (), nbytes, flops)
 
-    def copy(self, name, nbytes, source, target, src: Block | None, dst: Block | None,
+    def copy(self, name, nbytes, source, target, src: Block | Span | None,
+             dst: Block | Span | None,
              waits: bool = False) -> None:  # fmt: skip
         """Copy bytes over the wires between two places; the host waits for the end if `waits`."""
         host = self.host
@@ -192,7 +195,7 @@ class Machine:
         if waits:
             self.advance_host(end)
 
-    def wait(self, block: Block) -> None:
+    def wait(self, block: Block | Span) -> None:
         """The host waits until the bytes of a block are there."""
         self.advance_host(block.ready)
 

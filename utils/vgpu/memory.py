@@ -8,7 +8,6 @@ in the order in which the program runs, as PyTorch's caching allocator does, not
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 
 KINDS = ("parameters", "gradients", "activations", "optimizer", "buffers", "other")
 
@@ -17,16 +16,19 @@ class Block:
     """The bytes of one storage on one place (a device or the host), and when they can be used.
 
     `ready` is the time (ps) at which the last write ends, `used` that at which the last read ends.
+    Once views of parts are in use, `spans` keeps these times for each part, and the two `whole_…`
+    times are those of the last use of the block as a whole.
     """
 
-    __slots__ = ("place", "nbytes", "_kind", "ready", "used", "pinned", "serial", "label",
-                 "__weakref__")  # fmt: skip
+    __slots__ = ("place", "nbytes", "_kind", "ready", "used", "whole_ready", "whole_used", "spans",
+                 "pinned", "serial", "label", "__weakref__")  # fmt: skip
 
     def __init__(self, place, nbytes: int, kind: str = "other", label: tuple = ()):
         self.place = place
         self.nbytes = nbytes
         self._kind = kind
         self.ready = self.used = 0
+        self.spans: list[list[int]] | None = None  # [low, high, ready, used] of parts
         self.pinned = False
         self.label = label
         self.serial = 0
@@ -50,6 +52,7 @@ class Block:
         if self.place.ledger is not None:
             self.place.ledger.free(self)
         self.ready = self.used = 0
+        self.spans = None
         if place.ledger is not None:
             place.ledger.allocate(self)
         self.place = place
@@ -57,6 +60,67 @@ class Block:
     def __del__(self):
         if self.place.ledger is not None:
             self.place.ledger.free(self)
+
+
+class Span:
+    """The bytes from `low` to `high` of a block, with `ready` and `used` of their own.
+
+    So the parts of one buffer can be sent, received and added to at the same time.
+    """
+
+    __slots__ = ("block", "low", "high")
+
+    def __init__(self, block: Block, low: int, high: int):
+        self.block, self.low, self.high = block, low, high
+
+    def _overlapping(self) -> list[list[int]]:
+        return [s for s in self.block.spans if s[0] < self.high and self.low < s[1]]
+
+    @property
+    def ready(self) -> int:
+        block = self.block
+        if block.spans is None:
+            return block.ready
+        return max([block.whole_ready, *(span[2] for span in self._overlapping())])
+
+    @ready.setter
+    def ready(self, time: int) -> None:
+        block = self.block
+        if self.low <= 0 and self.high >= block.nbytes:
+            block.ready, block.spans = time, None
+            return
+        spans = self._divide()
+        spans[:] = [s for s in spans if not (self.low <= s[0] and s[1] <= self.high)]
+        spans.append([self.low, self.high, time, time])
+        block.ready = max(block.ready, time)
+
+    @property
+    def used(self) -> int:
+        block = self.block
+        if block.spans is None:
+            return block.used
+        return max([block.whole_used, *(span[3] for span in self._overlapping())])
+
+    @used.setter
+    def used(self, time: int) -> None:
+        spans = self._divide()
+        for span in spans:
+            if span[0] == self.low and span[1] == self.high:
+                span[3] = max(span[3], time)
+                break
+        else:
+            spans.append([self.low, self.high, 0, time])
+        self.block.used = max(self.block.used, time)
+
+    def _divide(self) -> list[list[int]]:
+        """The block's spans; those of the past, which nothing can wait for, are dropped."""
+        block = self.block
+        if block.spans is None:
+            block.whole_ready, block.whole_used, block.spans = block.ready, block.used, []
+        elif len(block.spans) > 16:
+            now = block.place.machine.host.clock
+            block.spans[:] = [span for span in block.spans if max(span[2:]) > now]
+        return block.spans
 
 
 class Ledger:
@@ -135,8 +199,3 @@ def size(nbytes: float) -> str:
         if nbytes >= factor:
             return f"{nbytes / factor:.2f} {unit}"
     return f"{nbytes:.0f} B"
-
-
-def total(blocks: Iterable[Block]) -> int:
-    """The bytes of some blocks."""
-    return sum(block.nbytes for block in blocks)

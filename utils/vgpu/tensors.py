@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from . import private
+from . import dispatch, private
 from .dispatch import (
     CPU, block_of, device_at, fetch, place_of, place_of_device, put, state
 )  # fmt: skip
@@ -189,21 +189,16 @@ def pin_memory(original, self, device=None):
     """A copy in page-locked host memory, from which copies to a device are asynchronous."""
     if on_device(self):
         raise RuntimeError(f"cannot pin {self.device}: only dense CPU tensors can be pinned")
-    if is_pinned_block(self):
+    if dispatch.is_pinned(self):
         return self
     pinned = self.clone()
     put(pinned, state.machine.host, "other").pinned = True
     return pinned
 
 
-def is_pinned_block(tensor: Tensor) -> bool:
-    block = block_of(tensor)
-    return block is not None and block.pinned
-
-
 @replaces(Tensor.is_pinned)
 def is_pinned(original, self, device=None):
-    return is_pinned_block(self)
+    return dispatch.is_pinned(self)
 
 
 @replaces(Tensor.requires_grad_)
