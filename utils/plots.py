@@ -115,7 +115,19 @@ def show(alt, fig=None):
     data = base64.b64encode(svg(fig).encode()).decode()
     plt.close(fig)
     image = f'<img alt="{html.escape(alt)}" src="data:image/svg+xml;base64,{data}">'
-    display({"text/html": image, "text/plain": alt}, raw=True)
+    display(_Picture(image, alt))
+
+
+@dataclass(frozen=True)
+class _Picture:
+    html: str
+    alt: str
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        return {"text/html": self.html, "text/plain": self.alt}
+
+    def __repr__(self):  # outside of notebooks
+        return self.alt
 
 
 def draw_timeline(timeline, ax=None, rows="all", title=None):
@@ -137,7 +149,8 @@ def draw_timeline(timeline, ax=None, rows="all", title=None):
         bars = [(start * scale, end * scale) for start, end in bars]
         _draw_bars(ax, bars, top, height, colour)
     _write_names(ax, timeline, places, scale)
-    _label(ax, timeline, places, bottom, unit, scale, title)
+    colours = {layer[0] for layer in layers if layer[3]}
+    _label(ax, timeline, places, bottom, unit, scale, title, colours)
 
 
 @dataclass(frozen=True)
@@ -253,7 +266,7 @@ def _write_names(ax, timeline, places, scale):
         )  # fmt: skip
 
 
-def _label(ax, timeline, places, bottom, unit, scale, title):
+def _label(ax, timeline, places, bottom, unit, scale, title, colours):
     ax.set_xlim(0, timeline.duration * scale or 1)
     ax.set_ylim(bottom, -0.1)
     ax.set_yticks([p.top + 0.45 * p.height for p in places], [p.name for p in places])
@@ -267,14 +280,18 @@ def _label(ax, timeline, places, bottom, unit, scale, title):
     ax.set_xlabel(f"time ({unit})")
     if not timeline.events:
         ax.text(0.5, 0.5, "nothing was recorded", transform=ax.transAxes, ha="center", va="center")
-    kinds = {event.kind for event in timeline.events}
-    patches = [Patch(color=c, label=kind) for kind, c in KIND_COLOURS.items() if kind in kinds]
+    patches = [Patch(color=c, label=kind) for kind, c in KIND_COLOURS.items() if c in colours]
     patches.append(Patch(color=IDLE, label="idle"))
+    above = offset_copy(ax.transAxes, ax.figure, y=5, units="points")
+    below = offset_copy(ax.transAxes, ax.figure, y=-30, units="points")
+    is_wide = ax.get_window_extent().width / ax.figure.dpi > 5  # room for a legend beside the text
+    place = {"loc": "upper left", "bbox_to_anchor": (0, 0), "bbox_transform": below}
+    if is_wide:
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "bbox_transform": above}
     ax.legend(
-        handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderaxespad=0.2,
-        handlelength=1.2, columnspacing=1.2,
+        handles=patches, ncols=4, borderaxespad=0, borderpad=0, handlelength=1.2, columnspacing=1.2,
+        **place,
     )  # fmt: skip
     if title:
         ax.set_title(title, pad=22)
-    above = offset_copy(ax.transAxes, ax.figure, y=5, units="points")
     ax.text(0, 1, timeline.title, transform=above, fontsize=8, color="#444444", va="bottom")

@@ -183,15 +183,18 @@ class Timeline:
 
     @classmethod
     def from_profiler(cls, trace, machine="", devices=None, peak_memory=()):
-        """The measured timeline of a profile, the JSON dict of torch's export_chrome_trace.
+        """The measured timeline of a profile: what torch.profiler's export_chrome_trace wrote.
 
-        With GPUs their kernels and copies and the host's CUDA calls, on a CPU its operations. Time
-        runs from the first to the end of the last of these, the host's waiting included. `devices`
-        are the names of devices to show though they may have done nothing. Raises ValueError if the
-        profile is empty.
+        `trace` is the dict of that JSON, or the path of its file. With GPUs their kernels and
+        copies and the host's CUDA calls become events, on a CPU its operations. Time runs from the
+        first to the end of the last of these, the host's waiting included. `devices` are the names
+        of devices to show though they may have done nothing.
         """
         from utils import traces
 
+        if not isinstance(trace, dict):
+            with open(trace, encoding="utf-8") as file:
+                trace = json.load(file)
         events, found, duration = traces.read_profile(trace)
         names = list(dict.fromkeys([*(devices or []), *found]))
         return cls(events, names, False, machine, list(peak_memory), duration)
