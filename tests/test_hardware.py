@@ -197,7 +197,7 @@ def test_get_server_lists_the_names():
     assert get_server("dgx1-v100") is server and get_server(server) is server
     with pytest.raises(ValueError, match="no server 'dgx2'; choose one of pcie-switch, .*hgx-h200"):
         get_server("dgx2")
-    with pytest.raises(ValueError, match="no network 'wifi'; choose one of ethernet-10g"):
+    with pytest.raises(ValueError, match="no network 'wifi'; .*ethernet-10g, .*a Link of your"):
         join_machines("dgx1-v100", 2, "wifi")
 
 
@@ -257,6 +257,9 @@ def test_join_machines():
     assert join_machines("dgx1-v100", 1, "ethernet-100g") is get_server("dgx1-v100")
     own = Link("cpu0", "network", 1e9, 1e-3, kind="string")
     assert join_machines("pcie-switch", 2, own).route("cpu0", "cpu1")[0][0].bandwidth == 1e9
+    # machines whose switches are not numbered without gaps do not run into each other
+    gaps = make([Link(f"gpu{i}", f"switch{2 * i}", 1e9, 0) for i in range(3)])
+    assert len({link.b for link in join_machines(gaps, 3, own).links}) == 9 + 1
     with pytest.raises(ValueError, match="at least one machine is needed, not 0"):
         join_machines("dgx1-v100", 0, "ethernet-100g")
     with pytest.raises(ValueError, match="on a network already"):

@@ -127,6 +127,15 @@ def test_nothing_recorded():
         plots.svg()
 
 
+def test_more_rows_than_bars_may_be():
+    wires = [f"gpu0→gpu{i}" for i in range(plots.MAX_BARS + 1)]
+    events = [Event("c", "communication", (wire,), 0, 1) for wire in wires]
+    _, ax = plt.subplots()
+    Timeline(events, ["gpu0"]).plot(ax=ax)
+    instants = [Event("c", "compute", ("gpu0",), i, 0) for i in range(500)]
+    Timeline(instants, ["gpu0"], duration=0.0).plot(ax=ax)
+
+
 def test_thousands_of_events_are_quick_and_small():
     timeline = make(5000)
     start = time.perf_counter()

@@ -6,9 +6,8 @@ Where no source was to be had, it says "assumed" or "derived". To try something 
 """
 
 import dataclasses
-import re
 
-from utils.topology import Chip, Link, Server
+from utils.topology import Chip, Link, Server, node_kind
 
 GB = 10**9  # of bandwidths and file sizes
 GIB = 2**30  # what the makers of memory chips call a GB
@@ -199,20 +198,20 @@ def join_machines(server, machines, network):
     server = get_server(server)
     if machines < 1:
         raise ValueError(f"at least one machine is needed, not {machines}")
-    if isinstance(network, str):
-        network = _look_up(NETWORKS, network, "network")
+    if not isinstance(network, Link):
+        network = _look_up(NETWORKS, network, "network", Link)
     if machines == 1:
         return server
     if "network" in server.neighbours:
         raise ValueError(f"{server.name} is on a network already; join its single machines instead")
-    size = {
-        kind: sum(node.startswith(kind) for node in server.neighbours)
-        for kind in ("gpu", "cpu", "switch")
-    }
+    numbers = {"gpu": [], "cpu": [0], "switch": []}
+    for node in server.neighbours:
+        kind, number = node_kind(node)
+        numbers[kind].append(number)
 
     def rename(node, machine):
-        kind, number = re.fullmatch(r"(\D+)(\d+)", node).groups()
-        return f"{kind}{int(number) + machine * size[kind]}"
+        kind, number = node_kind(node)
+        return f"{kind}{number + machine * (max(numbers[kind]) + 1)}"
 
     links = []
     for machine in range(machines):
@@ -230,13 +229,13 @@ def join_machines(server, machines, network):
 
 def get_server(server):
     """The preset of that name, or the Server itself. Raises ValueError listing the names."""
-    return server if isinstance(server, Server) else _look_up(SERVERS, server, "server")
+    return server if isinstance(server, Server) else _look_up(SERVERS, server, "server", Server)
 
 
-def _look_up(presets, name, what):
+def _look_up(presets, name, what, kind):
     if name not in presets:
         names = ", ".join(presets)
         raise ValueError(
-            f"no {what} {name!r}; choose one of {names}, or pass a {what.capitalize()} of your own"
+            f"no {what} {name!r}; choose one of {names}, or pass a {kind.__name__} of your own"
         )
     return presets[name]

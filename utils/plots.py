@@ -213,7 +213,7 @@ def _thin(layers, duration):
     gap = hair / 8
     while True:
         merged = [(*layer[:3], _merge(layer[3], gap, hair / 2)) for layer in layers]
-        if sum(len(layer[3]) for layer in merged) <= MAX_BARS:
+        if sum(len(layer[3]) for layer in merged) <= MAX_BARS or gap >= duration:
             return merged
         gap *= 2
 

@@ -6,6 +6,7 @@ way: every link is full duplex, one wire in each direction. The presets stand in
 
 import dataclasses
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,7 +18,7 @@ class Chip:
     `fp32` and `half` (fp16/bf16 with tensor cores; equal to fp32 where there are none) are dense
     FLOP/s, `memory` bytes, `bandwidth` bytes/s, `watts` the maximum. `compute_efficiency` and
     `memory_efficiency` are the shares of the peaks that real kernels reach; `launch` is the time in
-    seconds that the host spends issuing one kernel.
+    seconds that the host spends issuing one kernel (10 µs: Dive into Deep Learning).
     """
 
     name: str
@@ -54,16 +55,17 @@ class Link:
         """Bytes/s that reach the other end, one way."""
         return self.bandwidth * self.efficiency
 
-    @property
-    def wires(self):
-        """The names of the two wires, a to b first."""
-        return f"{self.a}→{self.b}", f"{self.b}→{self.a}"
+
+def node_kind(node):
+    """The kind and the number of a node: ("gpu", 3) for "gpu3", ("network", 0) for "network"."""
+    kind, number = re.fullmatch(r"(\D*)(\d*)", node).groups()
+    return kind, int(number or 0)
 
 
 def node_order(node):
     """Sort key for node names: GPUs, then CPUs, switches and the network, each by number."""
-    kind, number = re.fullmatch(r"(\D*)(\d*)", node).groups()
-    return ("gpu", "cpu", "switch", "network").index(kind), int(number or 0)
+    kind, number = node_kind(node)
+    return ("gpu", "cpu", "switch", "network").index(kind), number
 
 
 @dataclass(frozen=True)
@@ -181,11 +183,11 @@ class Server:
         links = self.links
         while gone:
             links = tuple(link for link in links if not gone & {link.a, link.b})
-            ends = [node for link in links for node in (link.a, link.b)]
+            ends = Counter(node for link in links for node in (link.a, link.b))
             gone = {
                 node
-                for node in ends
-                if ends.count(node) == 1 and node != "cpu0" and not node.startswith("gpu")
+                for node, count in ends.items()
+                if count == 1 and node != "cpu0" and not node.startswith("gpu")
             }
         return self.replace(chips=self.chips[:n], links=links)
 
