@@ -64,13 +64,13 @@ def test_every_figure_names_its_source():
 def test_chips(name, fp32, half, memory, bandwidth, watts):
     chip = CHIPS[name]
     assert (chip.fp32, chip.half) == (fp32 * 1e12, half * 1e12)
-    assert (chip.memory, chip.bandwidth, chip.watts) == (memory * 2**30, bandwidth * 1e9, watts)
+    assert (chip.memory, chip.bandwidth, chip.watts) == (memory * 1e9, bandwidth * 1e9, watts)
     assert chip.launch == 10e-6
 
 
 def test_two_dies_make_the_k80():
     die = CHIPS["k80"]
-    assert (2 * die.fp32, 2 * die.memory, 2 * die.bandwidth) == (8.74e12, 24 * 2**30, 480e9)
+    assert (2 * die.fp32, 2 * die.memory, 2 * die.bandwidth) == (8.74e12, 24e9, 480e9)
 
 
 def test_measured_efficiencies():
@@ -114,7 +114,7 @@ def test_pcie_switch_is_the_books():
 def test_two_gtx_580():
     server = get_server("two-gtx-580")
     assert server.gpus == 2
-    assert server.chips[0].memory == 3 * 2**30
+    assert server.chips[0].memory == 3e9
     assert all(link.effective == 8e9 and link.kind == "PCIe 2 x16" for link in server.links)
     assert wires(server, "gpu0", "gpu1") == ["gpu0→cpu0", "cpu0→gpu1"]
 
@@ -270,7 +270,7 @@ def test_join_machines():
 
 
 def make(links, gpus=3):
-    chip = Chip("toy", 1e12, 1e12, 2**30, 1e9, 1)
+    chip = Chip("toy", 1e12, 1e12, 10**9, 1e9, 1)
     return Server("toy", (chip,) * gpus, links, HOST)
 
 

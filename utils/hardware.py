@@ -9,8 +9,7 @@ import dataclasses
 
 from utils.topology import Chip, Link, Server, node_kind
 
-GB = 10**9  # of bandwidths and file sizes
-GIB = 2**30  # what the makers of memory chips call a GB
+GB = 10**9  # of memories too, though the makers of memory chips mean 2**30 bytes by it
 
 
 # --- chips -------------------------------------------------------------------------------------
@@ -26,7 +25,7 @@ def _gpu(name, fp32, half, memory, bandwidth, watts, **more):
     more.setdefault("source", _DATA_SHEET + _ASSUMED)
     more.setdefault("compute_efficiency", _H200_COMPUTE)
     more.setdefault("memory_efficiency", _H200_MEMORY)
-    return Chip(name, fp32 * 1e12, half * 1e12, memory * GIB, bandwidth * GB, watts, **more)
+    return Chip(name, fp32 * 1e12, half * 1e12, memory * GB, bandwidth * GB, watts, **more)
 
 
 _A100 = {
@@ -58,7 +57,7 @@ CHIPS = {
 }  # fmt: skip
 
 HOST = Chip(
-    "host CPU", 1e12, 1e12, 256 * GIB, 100 * GB, 150, launch=1e-6,
+    "host CPU", 1e12, 1e12, 256 * GB, 100 * GB, 150, launch=1e-6,
     source="assumed: a modest server processor, no particular one; a call on it costs 1 µs",
 )  # fmt: skip
 
