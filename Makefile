@@ -9,7 +9,7 @@
 PYTHON ?=
 NOTEBOOKS ?=
 LAB_ARGS ?=
-TEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile -q
+TEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
 export COURSE_PYTHON := $(PYTHON)
 
 candidates := $(if $(PYTHON),"$(PYTHON)",python3 python python3.14 python3.13 python3.12 python3.11 python3.10)

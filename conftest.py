@@ -10,7 +10,7 @@ from utils.notebooks import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)
 
-LATE_OUTPUT = 15  # seconds that a finished cell's output may be late on a busy machine (nbval: 5)
+LATE_OUTPUT = 10  # seconds that a finished cell's output may be late on a busy machine (nbval: 5)
 
 
 class KernelDied(Exception):
