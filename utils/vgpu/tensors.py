@@ -94,14 +94,12 @@ def device(self) -> torch.device:
 
 
 @replaces(Tensor.to)
-def to(original, self, *args, copy=False, **kwargs):
-    wanted, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
-    if len(args) > 3 and not isinstance(args[0], torch.dtype):
-        copy = copy or args[3]
+def to(original, self, *args, **kwargs):
+    wanted, dtype, non_blocking, copy, memory_format = parse_to(*args, **kwargs)
     if wanted is None or not (wanted.type == "vgpu" or (wanted == CPU and on_device(self))):
         if isinstance(args[0] if args else kwargs.get("other"), Tensor):
-            return self.to(dtype, non_blocking, copy, memory_format=memory_format)
-        return original(self, *args, copy=copy, **kwargs)
+            return original(self, dtype, non_blocking, copy, memory_format=memory_format)
+        return original(self, *args, **kwargs)
     target = place_of_device(wanted)
     same_dtype = dtype is None or dtype == self.dtype
     same_layout = memory_format in (None, torch.preserve_format) or self.is_contiguous(
@@ -114,28 +112,28 @@ def to(original, self, *args, copy=False, **kwargs):
     return moved(self, target, dtype, non_blocking, memory_format)
 
 
-def parse_to(*args, device=None, dtype=None, non_blocking=False, memory_format=None, other=None):
-    """The arguments of `Tensor.to` in its three forms: (device, dtype, non_blocking, format)."""
+def parse_to(*args, device=None, dtype=None, non_blocking=False, copy=False, memory_format=None,
+             other=None):  # fmt: skip
+    """`Tensor.to`'s arguments, in any of its three forms: (device, dtype, non_blocking, copy, …).
+
+    The last one is the memory format.
+    """
     if args and isinstance(args[0], Tensor):
-        other, args = args[0], (None, *args[1:])
+        other, args = args[0], args[1:]
     if other is not None:
-        device, dtype, args = other.device, other.dtype, (None, None, *args[1:])
+        device, dtype, args = other.device, other.dtype, (None, None, *args)
     elif args and isinstance(args[0], torch.dtype):
-        dtype, args = args[0], (None, None, *args[1:])
-    if args:
-        device = args[0] if args[0] is not None else device
-    if len(args) > 1:
-        dtype = args[1] if args[1] is not None else dtype
-    if len(args) > 2:
-        non_blocking = args[2]
+        args = (None, *args)
+    given = dict(zip(("device", "dtype", "non_blocking", "copy"), args))
+    device = device if given.get("device") is None else given["device"]
+    dtype = dtype if given.get("dtype") is None else given["dtype"]
+    non_blocking = given.get("non_blocking", non_blocking)
+    copy = given.get("copy", copy)
     if isinstance(device, int):
         device = torch.device("vgpu", device)
-    return (
-        torch.device(device) if isinstance(device, str) else device,
-        dtype,
-        non_blocking,
-        memory_format,
-    )
+    if isinstance(device, str):
+        device = torch.device(device)
+    return device, dtype, non_blocking, copy, memory_format
 
 
 @replaces(Tensor.cpu)
