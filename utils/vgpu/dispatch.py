@@ -107,7 +107,7 @@ def compute(machine, op, work, args, kwargs, place=None):
         half = bool(flops) and args[0].dtype in HALF
         machine.compute(place, work.name, flops, nbytes, half, reads, writes)
         if work.synchronises and place.index >= 0:
-            machine.advance_host(place.free)
+            machine.advance_host(machine.host.streams[place.index])
     return result
 
 

@@ -25,16 +25,22 @@ PICOSECONDS = 10**12
 
 
 class Host:
-    """The processor that runs the program, with its clock (ps)."""
+    """A process that runs the program: its clock (ps), and its stream on each device.
+
+    `streams[index]` is the time at which the stream of its kernels on a device is free.
+    """
 
     index = -1
     ledger = None  # host memory is not counted
     torch_device = None
 
-    def __init__(self, machine: Machine, chip: Chip, node: str):
+    def __init__(self, machine: Machine, node: str = "cpu0", row: str = "host"):
+        chip = machine.server.host
         self.machine = machine
         self.node = node
+        self.rows = (row,)
         self.clock = 0
+        self.streams = [0] * machine.server.gpus
         self.launch = round(chip.launch * PICOSECONDS)
         self.cost = Cost(chip)
 
@@ -50,7 +56,6 @@ class Device:
         self.torch_device = torch_device
         self.launch = round(chip.launch * PICOSECONDS)
         self.cost = Cost(chip)
-        self.free = 0  # when the compute stream is free
         self.end = 0  # when everything issued so far has ended, copies included
         name = str(torch_device if torch_device is not None else self.node)
         self.ledger = Ledger(name, chip.memory, out_of_memory)
@@ -96,7 +101,7 @@ class Machine:
 
     def __init__(self, server: Server, torch_devices=None, out_of_memory=MemoryError):
         self.server = server
-        self.host = Host(self, server.host, "cpu0")
+        self.host = Host(self)
         torch_devices = torch_devices or [None] * server.gpus
         self.devices = [
             Device(self, index, chip, torch_device, out_of_memory)
@@ -127,8 +132,9 @@ class Machine:
             return
         issued = host.clock
         host.clock = start = issued + device.launch
-        if device.free > start:
-            start = device.free
+        free = host.streams[device.index]
+        if free > start:
+            start = free
         for block in reads:
             if block.ready > start:
                 start = block.ready
@@ -143,11 +149,11 @@ class Machine:
                 block.used = end
         for block in writes:
             block.ready = end
-        device.free = end
+        host.streams[device.index] = end
         if end > device.end:
             device.end = end
         if self.recordings:
-            self.note("launch " + name, "host", ("host",), issued, issued + device.launch)
+            self.note("launch " + name, "host", host.rows, issued, issued + device.launch)
             self.note(name, "compute", (device.node,), start, end, (device.index,), nbytes, flops)
 
     def _host_compute(self, name, flops, nbytes, half, reads, writes) -> None:
@@ -159,7 +165,7 @@ class Machine:
         for block in writes:
             block.ready = end
         if self.recordings:
-            self.note(name, "host", ("host",), start, end, (), nbytes, flops)
+            self.note(name, "host", host.rows, start, end, (), nbytes, flops)
 
     def copy(self, name, nbytes, source, target, src: Block | Span | None,
              dst: Block | Span | None,
@@ -190,7 +196,7 @@ class Machine:
                 place.end = end
         if self.recordings:
             devices = tuple(place.index for place in ends)
-            self.note("launch " + name, "host", ("host",), issued, issued + device.launch)
+            self.note("launch " + name, "host", host.rows, issued, issued + device.launch)
             self.note(name, "communication", route.names, start, end, devices, nbytes)
         if waits:
             self.advance_host(end)
