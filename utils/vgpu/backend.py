@@ -99,7 +99,9 @@ def get_device_properties(device=None) -> types.SimpleNamespace:
 
 
 def manual_seed(seed: int) -> None:
-    """The virtual GPUs draw from the CPU's generator, which `torch.manual_seed` has seeded."""
+    """The virtual GPUs draw from the CPU's generator, which `torch.manual_seed` seeds."""
+    if state.before_random is not None:
+        state.before_random()
 
 
 manual_seed_all = manual_seed

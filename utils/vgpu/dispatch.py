@@ -31,6 +31,7 @@ class State:
         self.target = None  # where the copy that is being issued goes
         self.latest = None  # where the latest operation ran
         self.in_optimizer = False
+        self.before_random = None  # called before random numbers are drawn or seeded
         self.computing = False  # PyTorch is working out a result below the mode
         self.mode: VirtualGPUMode | None = None
 
@@ -52,6 +53,8 @@ class VirtualGPUMode(private.TorchDispatchMode):
         if work.composite:  # reached whole only in inference mode: take it apart
             with self:
                 return op.decompose(*args, **kwargs)
+        if work.random and state.before_random is not None:
+            state.before_random()
         special = SPECIAL.get(work.name)
         if special is not None:
             return special(machine, op, work, args, kwargs)

@@ -116,6 +116,9 @@ class Machine:
         route = self._routes.get((source, target))
         if route is None:
             steps = self.server.route(source, target)
+            if not steps:  # within a host's memory: read once, written once
+                rate = self.server.host.bandwidth * self.server.host.memory_efficiency / 2
+                return self._routes.setdefault((source, target), Route((), 0.0, rate))
             wires = [self._wires.setdefault(name, Wire(name)) for _, name in steps]
             route = self._routes[source, target] = Route(
                 wires,
@@ -168,13 +171,20 @@ class Machine:
             self.note(name, "host", host.rows, start, end, (), nbytes, flops)
 
     def copy(self, name, nbytes, source, target, src: Block | Span | None,
-             dst: Block | Span | None,
-             waits: bool = False) -> None:  # fmt: skip
-        """Copy bytes over the wires between two places; the host waits for the end if `waits`."""
+             dst: Block | Span | None, waits: bool = False) -> None:  # fmt: skip
+        """Issue a copy of bytes between two places; the host waits for its end if `waits`."""
         host = self.host
         issued = host.clock
-        device = target if target is not host else source
-        host.clock = start = issued + device.launch
+        launch = max(source.launch, target.launch)
+        host.clock = issued + launch
+        if self.recordings:
+            self.note("launch " + name, "host", host.rows, issued, issued + launch)
+        end = self.transfer(name, nbytes, source, target, src, dst, host.clock)
+        if waits:
+            self.advance_host(end)
+
+    def transfer(self, name, nbytes, source, target, src, dst, start: int) -> int:
+        """Move bytes between two places, not before `start`; returns when it ends (ps)."""
         route = self.route(source.node, target.node)
         if src is not None and src.ready > start:
             start = src.ready
@@ -190,16 +200,14 @@ class Machine:
             src.used = end
         if dst is not None:
             dst.ready = end
-        ends = tuple(place for place in (source, target) if place is not host)
+        ends = tuple(place for place in (source, target) if place.index >= 0)
         for place in ends:
             if end > place.end:
                 place.end = end
         if self.recordings:
             devices = tuple(place.index for place in ends)
-            self.note("launch " + name, "host", host.rows, issued, issued + device.launch)
             self.note(name, "communication", route.names, start, end, devices, nbytes)
-        if waits:
-            self.advance_host(end)
+        return end
 
     def wait(self, block: Block | Span) -> None:
         """The host waits until the bytes of a block are there."""

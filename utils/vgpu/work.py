@@ -37,7 +37,7 @@ class Work:
     """What one operation (an `OpOverload`) does, worked out once."""
 
     __slots__ = ("name", "kernel", "writes", "overwrites", "gathers", "host_indices", "foreach",
-                 "synchronises", "composite", "formula")  # fmt: skip
+                 "synchronises", "composite", "random", "formula")  # fmt: skip
 
     def __init__(self, op):
         schema = op._schema
@@ -57,6 +57,7 @@ class Work:
         self.host_indices = name in GATHERS and "index" in name
         self.foreach = name.startswith("_foreach_")
         self.synchronises = name in SYNCHRONISES
+        self.random = torch.Tag.nondeterministic_seeded in op.tags
         self.composite = private.is_composite(op)
         self.formula = private.flop_formula(op.overloadpacket)
 
