@@ -39,7 +39,7 @@ endef
 help: ## list these targets
 	@echo "make lab is the place to start. All targets:"
 	@echo
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | while IFS='|' read -r name text; do \
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
 	    printf '  %-18s %s\n' "$$name" "$$text"; done
 	@echo
 	@echo "They install into PYTHON=... or the active conda environment (not base), else into .venv."

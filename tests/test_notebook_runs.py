@@ -175,7 +175,8 @@ def test_validation_finds_other_outputs(course, make_chapter, make_code):
     clock = "import time\n\nprint(time.perf_counter())"
     number = new_output("execute_result", {"text/plain": "2"}, execution_count=3)
     picture = new_output("display_data", {"text/html": "<svg><path d='M0 1'/></svg>"})
-    draw = "from IPython.display import HTML, display\n\ndisplay(HTML(\"<svg><path d='M0 2'/></svg>\"))"
+    show = "from IPython.display import HTML, display\n\n"
+    draw = show + "display(HTML(\"<svg><path d='M0 2'/></svg>\"))"
     wrong = [
         make_code("print(3)", outputs=[new_output("stream", text="2\n")]),
         make_code("3", outputs=[number]),
