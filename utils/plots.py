@@ -98,15 +98,13 @@ def svg(fig=None):
     return _RECTANGLE.sub(r"M\1 \2H\3V\4H\1z", text)
 
 
-def show(alt, fig=None):
-    """Display a figure (by default the current one) in the notebook and close it; returns nothing.
+def picture(alt, fig=None):
+    """A figure (by default the current one) as an object that notebooks display; closes the figure.
 
     `alt` says in a sentence what the figure shows, for those who cannot see it; it is also the
     plain-text output. The figure is an SVG inside an <img>: that is displayed, with its alt text,
     in notebooks that are not trusted yet too. Raises ValueError without alt text or figure.
     """
-    from IPython.display import display
-
     if not alt or not alt.strip():
         raise ValueError("describe the figure: show(alt='…')")
     if fig is None and not plt.get_fignums():
@@ -115,11 +113,20 @@ def show(alt, fig=None):
     data = base64.b64encode(svg(fig).encode()).decode()
     plt.close(fig)
     image = f'<img alt="{html.escape(alt)}" src="data:image/svg+xml;base64,{data}">'
-    display(_Picture(image, alt))
+    return Picture(image, alt)
+
+
+def show(alt, fig=None):
+    """Display a figure (by default the current one) as `picture` makes it; returns nothing."""
+    from IPython.display import display
+
+    display(picture(alt, fig))
 
 
 @dataclass(frozen=True)
-class _Picture:
+class Picture:
+    """A figure as HTML, and its alt text."""
+
     html: str
     alt: str
 

@@ -1,0 +1,81 @@
+"""Interactive views: sliders over the static figures of `figures.py`.
+
+A view shows its figure at once, without ipywidgets too; the sliders draw it again. The figure is in
+the cell's output beside the sliders, so a saved notebook shows it to those who run nothing.
+"""
+
+from IPython.display import display
+
+from utils import figures, plots
+
+
+def show_view(draw, describe, make_sliders, **values):
+    """Display `draw(**values)` under a slider for each value; returns nothing.
+
+    `draw` draws a new figure, `describe` gives its alt text, both from the values by name.
+    `make_sliders(ipywidgets)` returns {name: slider}; it is not called where ipywidgets is missing.
+    """
+
+    def picture(**values):
+        draw(**values)
+        return plots.picture(describe(**values))
+
+    first = picture(**values)
+    try:
+        import ipywidgets
+    except ImportError:
+        display(first)
+        return
+    sliders = make_sliders(ipywidgets)
+    image = ipywidgets.HTML(first.html)
+
+    def redraw(change):
+        image.value = picture(**{name: slider.value for name, slider in sliders.items()}).html
+
+    for slider in sliders.values():
+        slider.observe(redraw, "value")
+    display(View(ipywidgets.VBox([*sliders.values(), image]), first))
+
+
+class View:
+    """Sliders with their figure where widgets run, the first figure where they do not."""
+
+    def __init__(self, widget, first):
+        self.widget, self.first = widget, first
+
+    def _repr_mimebundle_(self, **options):
+        return {**self.widget._repr_mimebundle_(**options), **self.first._repr_mimebundle_()}
+
+    def __repr__(self):  # outside of notebooks
+        return repr(self.first)
+
+
+def ring_view(n=4, step=0):
+    """Chapter 03: step through a ring all-reduce on n devices."""
+
+    def make_sliders(ipywidgets):
+        devices = ipywidgets.IntSlider(n, 2, 8, description="devices")
+        steps = ipywidgets.IntSlider(step, 0, 2 * (n - 1), description="step")
+        devices.observe(lambda change: setattr(steps, "max", 2 * (change["new"] - 1)), "value")
+        return {"n": devices, "step": steps}
+
+    show_view(figures.draw_ring, figures.describe_ring, make_sliders, n=n, step=step)
+
+
+def all_reduce_view(bandwidth=16, n=8):
+    """Chapter 03: the time of each all-reduce for another bandwidth and number of GPUs."""
+
+    def make_sliders(ipywidgets):
+        return {
+            "bandwidth": ipywidgets.FloatLogSlider(
+                bandwidth, min=0, max=2.7, step=0.1, description="GB/s", readout_format=".3g"
+            ),
+            "n": ipywidgets.SelectionSlider(
+                value=n, options=[2, 3, 4, 8, 16, 32, 64], description="GPUs"
+            ),
+        }
+
+    show_view(
+        figures.draw_all_reduce_times, figures.describe_all_reduce_times, make_sliders,
+        bandwidth=bandwidth, n=n,
+    )  # fmt: skip
