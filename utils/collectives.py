@@ -198,7 +198,8 @@ def _check_one(position, tensor):
             f"tensor {position} requires a gradient, as parameters do; pass its .grad, or its "
             ".detach(), which is the same memory, if you mean the tensor itself"
         )
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())):
+    strides = zip(tensor.shape, tensor.stride())
+    if tensor.numel() and any(size > 1 and stride == 0 for size, stride in strides):
         raise ValueError(
             f"tensor {position} is expanded: several of its elements are one place in memory and "
             "cannot be written one by one; pass its .clone()"
