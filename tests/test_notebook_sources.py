@@ -90,6 +90,15 @@ def test_a_saved_name_stands_in_one_module(drift):
     assert "utils/again.py, utils/deep/library.py; it should be exactly one" in problem
 
 
+def test_another_module_may_use_a_saved_name_for_something_else(drift):
+    assert drift(MEAN, other="def mean():\n    return 0") == ""
+
+
+def test_a_saved_cell_that_is_like_none_of_several_modules(drift):
+    problem = drift(MEAN.replace("Plain", "The"), other="def mean():\n    return 0")
+    assert "utils/deep/library.py, utils/other.py; it should be exactly one" in problem
+
+
 def test_saved_command(tmp_path, capsys, make_chapter, make_code):
     path = tmp_path / "99_made.ipynb"
     nbformat.write(make_chapter(), path)
@@ -217,7 +226,9 @@ class Colab:
         self.content, self.calls = folder / "content", folder / "calls"
         tools, modules = folder / "bin", folder / "modules"
         tools.mkdir()
-        (tools / "git").write_text(f"#!{sys.executable}\n{GIT}")
+        (folder / "git.py").write_text(GIT)
+        script = f'#!/bin/sh\nexec "{sys.executable}" "{folder}/git.py" "$@"\n'
+        (tools / "git").write_text(script)
         (tools / "git").chmod(0o755)
         (modules / "pip").mkdir(parents=True)
         (modules / "pip" / "__init__.py").touch()

@@ -1,12 +1,12 @@
 """Command line: python -m utils.notebooks run | check | saved | links [paths]."""
 
 import argparse
+import importlib
 import sys
 
 from utils import notebooks
-from utils.notebooks import links, rules, run, saved
 
-COMMANDS = {"run": run.main, "check": rules.main, "saved": saved.main, "links": links.main}
+MODULES = {"run": "run", "check": "rules", "saved": "saved", "links": "links"}
 
 
 def main():
@@ -15,10 +15,11 @@ def main():
         description=notebooks.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("command", choices=MODULES)
     parser.add_argument("paths", nargs="*", help="notebooks; all chapters if none is named")
     arguments = parser.parse_args()
-    return COMMANDS[arguments.command](notebooks.chapters(arguments.paths))
+    module = importlib.import_module(f"utils.notebooks.{MODULES[arguments.command]}")
+    return module.main(notebooks.chapters(arguments.paths))
 
 
 if __name__ == "__main__":
