@@ -39,6 +39,11 @@ class Cluster:
                 f"a cluster needs a whole number of devices, at least 1, not {count!r}"
             )
         kind = choose(count, server)
+        if kind == "virtual" and count > vgpu.MOST_DEVICES:
+            raise ValueError(
+                f"one process can name {vgpu.MOST_DEVICES} devices, not {count}; for more GPUs run "
+                "one rank for each, with run(program, ranks=…)"
+            )
         self.machine = None
         if kind == "virtual":
             self.server = place_on_machines(count, get_server(server or DEFAULT_SERVER), network)

@@ -16,6 +16,7 @@ traffic, and copies that slow one another or the kernels beside them.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -27,15 +28,22 @@ from .machine import Machine, Recording
 __all__ = ["Machine", "Recording", "start", "stop"]
 
 
-def start(server: Server) -> Machine:
-    """Make a server's GPUs the devices "vgpu:0", "vgpu:1", …; they replace earlier ones."""
+MOST_DEVICES = 128  # that one process can name: torch.device keeps the number in 8 bits
+
+
+def start(server: Server, numbers: Sequence[int] | None = None) -> Machine:
+    """Make a server's GPUs the devices "vgpu:0", "vgpu:1", …; they replace earlier ones.
+
+    `numbers` gives them other numbers, for ranks that see the devices of their own machine only.
+    """
     if state.mode is None:
         private.register_device_module("vgpu", sys.modules[backend.__name__])
         tensors.install()
         state.mode = VirtualGPUMode()
         state.mode.__enter__()
-    devices = [torch.device("vgpu", index) for index in range(server.gpus)]
+    devices = [torch.device("vgpu", number) for number in numbers or range(server.gpus)]
     state.machine = Machine(server, devices, torch.OutOfMemoryError)
+    state.visible = state.machine.devices
     state.latest = state.machine.host
     state.current = 0
     return state.machine

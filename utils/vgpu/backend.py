@@ -36,7 +36,7 @@ def is_initialized() -> bool:
 
 def device_count() -> int:
     """The number of virtual GPUs."""
-    return 0 if state.machine is None else len(state.machine.devices)
+    return 0 if state.machine is None else len(state.visible)
 
 
 def current_device() -> int:
@@ -46,17 +46,17 @@ def current_device() -> int:
 
 def set_device(device) -> None:
     """Choose the device that "vgpu" without an index means."""
-    state.current = _device(device).index
+    state.current = _device(device).number
 
 
 class device:
     """Context manager: another current device inside."""
 
     def __init__(self, device):
-        self.index = _device(device).index
+        self.number = _device(device).number
 
     def __enter__(self):
-        self.previous, state.current = state.current, self.index
+        self.previous, state.current = state.current, self.number
 
     def __exit__(self, *_):
         state.current = self.previous

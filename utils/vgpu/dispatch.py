@@ -27,6 +27,7 @@ class State:
 
     def __init__(self):
         self.machine: Machine | None = None  # None while no virtual cluster is in use
+        self.visible: list[Device] = []  # the devices that this process can name
         self.current = 0  # the device that "vgpu" without an index means
         self.target = None  # where the copy that is being issued goes
         self.latest = None  # where the latest operation ran
@@ -378,7 +379,7 @@ def place_of(tensor: Tensor):
 def rehome(block: Block, machine: Machine) -> None:
     """Bring a tensor of an earlier cluster to the device of the same number."""
     place = block.place
-    block.move_to(machine.host if place.index < 0 else device_at(place.index))
+    block.move_to(machine.host if place.index < 0 else device_at(place.number))
 
 
 def place_of_device(device: torch.device):
@@ -390,7 +391,7 @@ def place_of_device(device: torch.device):
 
 def device_at(index: int) -> Device:
     """The virtual device of a number; says how many there are if there is none."""
-    devices = state.machine.devices
+    devices = state.visible
     if not 0 <= index < len(devices):
         raise RuntimeError(
             f"invalid device ordinal: vgpu:{index} was asked for, but this cluster has "

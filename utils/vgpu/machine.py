@@ -50,7 +50,8 @@ class Device:
 
     def __init__(self, machine, index: int, chip: Chip, torch_device, out_of_memory):
         self.machine = machine
-        self.index = index
+        self.index = index  # in the machine
+        self.number = index if torch_device is None else torch_device.index  # in its process
         self.chip = chip
         self.node = f"gpu{index}"
         self.torch_device = torch_device

@@ -179,7 +179,7 @@ def __repr__(original, self, *, tensor_contents=None):
 
 @replaces(Tensor.get_device)
 def get_device(original, self):
-    return block_of(self).place.index if on_device(self) else original(self)
+    return block_of(self).place.number if on_device(self) else original(self)
 
 
 @replaces(Tensor.pin_memory)
