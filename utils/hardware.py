@@ -173,6 +173,19 @@ def _nvswitch_server(name, chip, links, efficiency, effective, pcie):
     )  # fmt: skip
 
 
+def ideal_server(gpus, alpha, bandwidth):
+    """The machine of the α–β model: every message takes alpha + bytes / bandwidth, nothing else.
+
+    Each GPU has a full-duplex link to a switch that never blocks; computing and issuing are free.
+    """
+    ideal = Chip("ideal chip", 1e30, 1e30, 10**15, 1e30, 0, launch=0, source="the α–β model")
+    links = [
+        Link(node, "switch0", bandwidth, alpha / 2, kind="ideal link")
+        for node in (*(f"gpu{i}" for i in range(gpus)), "cpu0")
+    ]
+    return Server("the α–β model", (ideal,) * gpus, tuple(links), ideal, "the α–β model")
+
+
 SERVERS = {
     server.name: server
     for server in (
