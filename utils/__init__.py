@@ -5,5 +5,6 @@ cluster = Cluster(4)
 """
 
 from .devices import Cluster
+from .ranks import run
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "run"]

@@ -1,0 +1,293 @@
+"""`Comm`: what one rank knows and can say, the same on virtual ranks, processes and GPUs.
+
+Names and meanings are torch.distributed's. A backend supplies four things: `_post_send`,
+`_post_recv`, `_meet` and `_launch`; everything else is made of these, so that what a collective
+costs is what its messages cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from . import collectives
+
+REDUCTIONS = ("sum", "avg", "max", "min")
+
+
+class Work:
+    """Something under way: a message or a launched function. Wait before touching its tensors."""
+
+    _tensors: Sequence[Tensor] = ()
+
+    def keep(self, tensors: Sequence[Tensor]) -> Work:
+        """Note on tensors that this work fills them, so that nobody steps on them too early."""
+        self._tensors = tensors
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            storage.in_flight = [*getattr(storage, "in_flight", ()), self]
+        return self
+
+    def wait(self):
+        """Wait until it is done; returns what a launched function returned, else None."""
+        result = self._wait()
+        if self._tensors:
+            for tensor in self._tensors:
+                storage = tensor.untyped_storage()
+                storage.in_flight = [work for work in storage.in_flight if work is not self]
+            self._tensors = ()
+        return result
+
+    def is_completed(self) -> bool:
+        """Whether it is done, without waiting."""
+        raise NotImplementedError
+
+    def _wait(self):
+        raise NotImplementedError
+
+
+class Comm:
+    """A rank's handle on its group: who it is, who the others are, and how to reach them.
+
+    `rank` and `world_size` are those of the group; `ranks` lists the members by their number in
+    the whole run. Tensors are sent and received in place; those received must have the sender's
+    number of elements and dtype. Every call that concerns the whole group must be made by each of
+    its ranks, in the same order.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], device: torch.device, channel=()):
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self.device = device
+        self._channel = channel
+        self._calls = 0
+        self._groups: dict[tuple[int, ...], int] = {}
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the group."""
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"rank {self.rank} of {self.world_size} on {self.device}"
+
+    # Point to point
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send to a rank; returns once that rank has received."""
+        self.isend(tensor, dst, tag)._wait()
+
+    def recv(self, tensor: Tensor, src: int, tag: int = 0) -> None:
+        """Receive from a rank into `tensor`, which must have the sender's size and dtype."""
+        self._check_peer(tensor, src, "receive from")
+        self._post_recv(tensor, self.ranks[src], (self._channel, tag))._wait()
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
+        """Begin to send; leave the tensor unchanged until `wait` has returned."""
+        self._check_peer(tensor, dst, "send to")
+        return self._post_send(tensor, self.ranks[dst], (self._channel, tag))
+
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
+        """Begin to receive; the tensor's values are there when `wait` has returned."""
+        self._check_peer(tensor, src, "receive from")
+        return self._post_recv(tensor, self.ranks[src], (self._channel, tag)).keep([tensor])
+
+    def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int, tag: int = 0) -> None:
+        """Send to one rank and receive from another at the same time, which cannot deadlock."""
+        sending = self.isend(send, dst, tag)
+        self.recv(recv, src, tag)
+        sending._wait()
+
+    # Collectives
+
+    def barrier(self) -> None:
+        """Wait until every rank of the group has come here."""
+        self._begin("barrier")
+        collectives.barrier(self)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
+        """Copy rank `src`'s tensor into everyone's, in place."""
+        self._begin("broadcast", tensor, src=src)
+        collectives.tree_broadcast(self, tensor, src)
+
+    def reduce(self, tensor: Tensor, dst: int = 0, op: str = "sum") -> None:
+        """Reduce into rank `dst`'s tensor, in place; the others' tensors stay as they are."""
+        self._begin("reduce", tensor, dst=dst, op=op)
+        collectives.tree_reduce(self, tensor, dst, op)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        """Reduce everyone's tensors and leave the result in all of them, in place.
+
+        `op` is "sum", "avg" (divided first, so that half precision does not overflow), "max" or
+        "min". bool tensors are combined by "or"; integers narrower than 32 bits are refused.
+        """
+        self._begin("all_reduce", tensor, op=op)
+        collectives.ring_all_reduce(self, tensor, op)
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: str = "sum") -> None:
+        """Reduce everyone's `inputs[i]` into rank i's `output`; the inputs stay as they are."""
+        self._check_count(inputs, "inputs")
+        self._begin("reduce_scatter", *inputs, op=op)
+        self._check_like(output, inputs[self.rank], "output", f"inputs[{self.rank}]")
+        collectives.ring_reduce_scatter(self, output, inputs, op)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """Collect everyone's tensor: rank i's goes to everyone's `outputs[i]`.
+
+        Sizes may differ between ranks if everyone's `outputs` have the right ones.
+        """
+        self._check_count(outputs, "outputs")
+        self._check_own_storage(outputs)
+        self._check_like(tensor, outputs[self.rank], "tensor", f"outputs[{self.rank}]")
+        self._begin("all_gather", *outputs)
+        collectives.ring_all_gather(self, outputs, tensor)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Send `inputs[i]` to rank i, and receive rank i's for this rank into `outputs[i]`."""
+        self._check_count(inputs, "inputs")
+        self._check_count(outputs, "outputs")
+        self._check_own_storage(outputs)
+        self._begin("all_to_all")
+        collectives.pairwise_all_to_all(self, outputs, inputs)
+
+    # Groups and background work
+
+    def group(self, ranks: Sequence[int]) -> Comm | None:
+        """A handle on some of the group's ranks, in this order; None on a rank that is not listed.
+
+        Only the members need to call it, all of them with the same list.
+        """
+        ranks = tuple(ranks)
+        if len(set(ranks)) != len(ranks) or not ranks:
+            raise ValueError(f"a group needs different ranks, at least one, not {list(ranks)}")
+        for rank in ranks:
+            self._check_rank(rank, "be in a group")
+        if self.rank not in ranks:
+            return None
+        count = self._groups[ranks] = self._groups.get(ranks, 0) + 1
+        members = [self.ranks[rank] for rank in ranks]
+        channel = (*self._channel, "group", ranks, count)
+        return self._sub_comm(ranks.index(self.rank), members, channel)
+
+    def launch(self, function: Callable, *args) -> Work:
+        """Run `function(comm, *args)` in the background of this rank; `wait` returns its result.
+
+        Launched functions run one after the other, in the order of launch, which must be the same
+        on every rank. Leave tensors among `args` alone until `wait` has returned; an optimizer
+        that steps on such a gradient raises an error.
+        """
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        return self._launch(function, args).keep(tensors)
+
+    # What a backend supplies
+
+    def _post_send(self, tensor: Tensor, dst: int, key) -> Work:
+        raise NotImplementedError
+
+    def _post_recv(self, tensor: Tensor, src: int, key) -> Work:
+        raise NotImplementedError
+
+    def _meet(self, key, description: tuple) -> dict[int, tuple]:
+        """Tell the group what this rank is about to do; returns what each rank said."""
+        raise NotImplementedError
+
+    def _launch(self, function: Callable, args: tuple) -> Work:
+        raise NotImplementedError
+
+    def _sub_comm(self, rank: int, ranks: Sequence[int], channel) -> Comm:
+        raise NotImplementedError
+
+    # Checks
+
+    def _begin(self, name: str, *tensors: Tensor, **options) -> None:
+        """Check a collective call, on this rank and against the other ranks' calls."""
+        for option in ("src", "dst"):
+            if option in options:
+                self._check_rank(options[option], f"be the {option} of {name}")
+        if options.get("op", "sum") not in REDUCTIONS:
+            raise ValueError(f"{name} knows the reductions {REDUCTIONS}, not {options['op']!r}")
+        for tensor in tensors:
+            collectives.check_tensor(tensor, reduces="op" in options)
+        self._calls += 1
+        if self.world_size == 1:
+            return
+        shapes = tuple((tuple(t.shape), str(t.dtype)[6:]) for t in tensors)
+        mine = (name, tuple(options.items()), shapes)
+        said = self._meet((self._channel, self._calls), mine)
+        if any(other != mine for other in said.values()):
+            raise ValueError(disagreement(said))
+
+    def _check_rank(self, rank: int, what: str) -> None:
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"rank {rank} cannot {what}: this group has the {self.world_size} ranks "
+                f"0 to {self.world_size - 1}"
+            )
+
+    def _check_peer(self, tensor: Tensor, peer: int, what: str) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"a message is a tensor, not {type(tensor).__name__}")
+        if not isinstance(peer, int) or not 0 <= peer < self.world_size:
+            raise ValueError(
+                f"rank {self.rank} cannot {what} rank {peer}: this group has the "
+                f"{self.world_size} ranks 0 to {self.world_size - 1}"
+            )
+        if peer == self.rank:
+            raise ValueError(f"rank {self.rank} cannot {what} itself; copy the tensor instead")
+
+    def _check_count(self, tensors: Sequence[Tensor], name: str) -> None:
+        if len(tensors) != self.world_size:
+            raise ValueError(
+                f"rank {self.rank}: {name} needs one tensor a rank, {self.world_size}, but has "
+                f"{len(tensors)}"
+            )
+
+    def _check_like(self, tensor: Tensor, other: Tensor, name: str, other_name: str) -> None:
+        if tensor.shape != other.shape or tensor.dtype != other.dtype:
+            raise ValueError(
+                f"rank {self.rank}: {name} is {tuple(tensor.shape)} {tensor.dtype}, but "
+                f"{other_name} is {tuple(other.shape)} {other.dtype}"
+            )
+
+    def _check_own_storage(self, tensors: Sequence[Tensor]) -> None:
+        """Tensors to be filled must not be the same memory, such as [x] * world_size."""
+        seen = {}
+        for position, tensor in enumerate(tensors):
+            if (
+                tensor.numel()
+                and (first := seen.setdefault(tensor.data_ptr(), position)) != position
+            ):
+                raise ValueError(
+                    f"rank {self.rank}: outputs[{first}] and outputs[{position}] are the same "
+                    "memory, so one would overwrite the other; make a tensor for each rank, such "
+                    "as [torch.empty_like(x) for _ in range(comm.world_size)]"
+                )
+
+
+def disagreement(said: dict[int, tuple]) -> str:
+    """What the ranks of a group said when they did not say the same."""
+    groups: dict[tuple, list[int]] = {}
+    for rank, words in sorted(said.items()):
+        groups.setdefault(words, []).append(rank)
+    lines = []
+    for (name, options, shapes), ranks in groups.items():
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        settings = ", ".join(f"{key}={value!r}" for key, value in options)
+        tensors = ", ".join(f"{shape} {dtype}" for shape, dtype in shapes)
+        lines.append(f"  {who}: {name}({', '.join(filter(None, [tensors, settings]))})")
+    return "the ranks do not make the same call; nothing was sent:\n" + "\n".join(lines)
+
+
+def check_gradients_arrived(optimizer, args, kwargs) -> None:
+    """Refuse to step on gradients that are still on their way (an optimizer's pre-hook)."""
+    for group in optimizer.param_groups:
+        for position, parameter in enumerate(group["params"]):
+            if parameter.grad is None or parameter.grad.layout is not torch.strided:
+                continue
+            if getattr(parameter.grad.untyped_storage(), "in_flight", ()):
+                raise RuntimeError(
+                    f"the gradient of parameter {position}, shape {tuple(parameter.shape)}, is "
+                    "still being communicated: call wait() on its work before optimizer.step()"
+                )
