@@ -1,16 +1,23 @@
-"""What tests and notebook validation run under, and what nbval needs so that a hung cell ends."""
+"""What tests and notebooks run under, and what nbval lacks: an end for kernels, fair figures."""
 
 import os
 import time
+from importlib.metadata import version
 from queue import Empty
 
 import pytest
 
-from utils.notebooks import ENVIRONMENT
+from utils.notebooks import ENVIRONMENT, setting
 
 os.environ.update(ENVIRONMENT)
 
 LATE_OUTPUT = 10  # seconds that a finished cell's output may be late on a busy machine (nbval: 5)
+
+
+# Matplotlib lays figures out a little differently in each minor release.
+DRAWN_BY = setting(r"matplotlib (\d+\.\d+)")
+COMPARE_FIGURES = version("matplotlib").startswith(DRAWN_BY + ".")
+FIGURE = r"data:image/svg\+xml;base64,[A-Za-z0-9+/=]+"
 
 
 class KernelDied(Exception):
@@ -21,7 +28,13 @@ def pytest_configure(config):
     if config.option.nbval:
         patterns = config.option.nbval_sanitize_with
         config.option.nbval_sanitize_with = str(config.rootpath / patterns)
-        watch_kernels()
+        complete_nbval()
+
+
+def pytest_report_header(config):
+    if config.option.nbval and not COMPARE_FIGURES:
+        here = version("matplotlib")
+        return f"saved figures are of matplotlib {DRAWN_BY}, here is {here}: not compared"
 
 
 def pytest_itemcollected(item):
@@ -38,8 +51,9 @@ def pytest_runtest_call(item):
         raise
 
 
-def watch_kernels():
-    """Make nbval see at once that a kernel died, and leave no process of it behind."""
+def complete_nbval():
+    """Have nbval see at once that a kernel died, leave no process behind, and compare figures only
+    with those of the same matplotlib."""
     from nbval.kernel import RunningKernel
     from nbval.plugin import IPyNbFile
 
@@ -49,6 +63,7 @@ def watch_kernels():
         return
     RunningKernel.await_reply_once = RunningKernel.await_reply
     start, stop_file = RunningKernel.__init__, IPyNbFile.teardown
+    read_patterns = IPyNbFile.setup_sanitize_files
 
     def start_and_note(self, *args, **kwargs):
         start(self, *args, **kwargs)
@@ -66,6 +81,11 @@ def watch_kernels():
                 if time.monotonic() > end:
                     raise
 
+    def read_patterns_and_figures(self):
+        read_patterns(self)
+        if not COMPARE_FIGURES:
+            self.sanitize_patterns[FIGURE] = "FIGURE"
+
     def stop_all(self):
         try:
             stop_file(self)
@@ -75,4 +95,5 @@ def watch_kernels():
 
     RunningKernel.__init__ = start_and_note
     RunningKernel.await_reply = await_reply
+    IPyNbFile.setup_sanitize_files = read_patterns_and_figures
     IPyNbFile.teardown = stop_all

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from importlib.metadata import version
 
 import nbformat
 import psutil
@@ -23,6 +24,9 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open("pids", "w").write(f"{os.getpid()} {worker.pid}")
 threading.Event().wait()"""
+
+
+HTML_REPR = "<IPython.core.display.HTML object>"
 
 
 def alive(file):
@@ -193,6 +197,23 @@ def test_validation_finds_other_outputs(course, make_chapter, make_code):
     for cell in range(1, len(wrong) + 1):
         assert f"FAILED chapters/99_made.ipynb::Cell {cell}" in done.stdout, done.stdout
     assert f"{len(wrong)} failed, 2 passed" in done.stdout
+
+
+def test_figures_are_compared_where_matplotlib_is_the_same(course, make_chapter, make_code):
+    show = "from IPython.display import HTML, display\n\n"
+    show += 'display(HTML(\'<img alt="a" src="data:image/svg+xml;base64,QUJD">\'))'
+    saved = '<img alt="a" src="data:image/svg+xml;base64,QUJE">'
+    output = new_output("display_data", {"text/html": saved, "text/plain": HTML_REPR})
+    course.add(make_chapter(make_code(show, outputs=[output])))
+    project = course.folder / "pyproject.toml"
+    text = project.read_text()
+    series = version("matplotlib").rpartition(".")[0]
+    project.write_text(re.sub(r"matplotlib \d+\.\d+\.", f"matplotlib {series}.", text))
+    assert "FAILED chapters/99_made.ipynb::Cell 1" in course.validate().stdout
+    project.write_text(re.sub(r"matplotlib \d+\.\d+\.", "matplotlib 3.1.", text))
+    done = course.validate("-v")
+    assert done.returncode == 0, done.stdout
+    assert "saved figures are of matplotlib 3.1, here is" in done.stdout
 
 
 def test_validation_ends_a_hung_cell_and_its_workers(course, make_chapter, make_code):
