@@ -374,6 +374,19 @@ def test_help_is_the_default_and_lists_every_target():
         assert re.search(rf"^  {target} +\w", said().stdout, re.MULTILINE), target
 
 
+def test_bench_runs_every_script_and_tells_which_failed(tmp_path):
+    (tmp_path / "bench_a.py").write_text("raise SystemExit(1)")
+    (tmp_path / "bench_b.py").write_text("import os; print('table', os.environ['COURSE_DEVICES'])")
+    (tmp_path / "other.py").write_text("print('not a benchmark')")
+    bench = [sys.executable, str(COURSE / "tests/benchmarks/run.py"), str(tmp_path)]
+    done = subprocess.run(bench, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "table virtual" in done.stdout and "not a benchmark" not in done.stdout
+    assert done.stdout.endswith("failed, or missed a limit: bench_a.py\n")
+    (tmp_path / "bench_a.py").unlink()
+    assert subprocess.run(bench, capture_output=True).returncode == 0
+
+
 def test_ci_brings_what_a_bare_machine_lacks(tmp_path):
     """With stand-ins: no chromium, a python3 without venv, apt-get that fails once."""
     (tmp_path / ".ci").mkdir()

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 COURSE = HERE.parent.parent
 
 
-def main(folder=HERE):
+def main(folder):
     print(
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
         f"Python {platform.python_version()}, torch {version('torch')}"
@@ -23,7 +23,8 @@ def main(folder=HERE):
     failed = []
     for path in sorted(folder.glob("bench_*.py")):
         print(f"\n{path.stem.removeprefix('bench_')}\n", flush=True)
-        done = subprocess.run([sys.executable, str(path)], cwd=COURSE, env=environment)
+        command = [sys.executable, str(path.resolve())]
+        done = subprocess.run(command, cwd=COURSE, env=environment)
         if done.returncode:
             failed.append(path.name)
     if failed:
@@ -32,4 +33,4 @@ def main(folder=HERE):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1]) if sys.argv[1:] else HERE))
