@@ -3,8 +3,13 @@
     machine.py    a host, devices and wires, each with a clock
     memory.py     what lies in each device's memory
     work.py       how many FLOPs and bytes an operation is
+    placing.py    which place a tensor is on
+    kinds.py      what memory is for: parameters, gradients, activations, …
     dispatch.py   the mode that sees every operation, places its result and charges its time
     tensors.py    `.device`, `.to` and the other questions that never become operations
+    storages.py   copying, resizing, saving and loading storages
+    functions.py  functions that ask PyTorch for the CPU
+    parallel.py   threads, `torch.accelerator`, `nn.DataParallel`
     backend.py    `torch.vgpu`, like `torch.cuda`
     private.py    the private names of PyTorch that all this relies on
 
@@ -15,18 +20,19 @@ traffic, and copies that slow one another or the kernels beside them.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from ..hardware import Server
-from . import backend, private, tensors
-from .dispatch import VirtualGPUMode, state
+from . import backend, functions, kinds, parallel, private, storages, tensors
+from .dispatch import VirtualGPUMode
 from .machine import Machine, Recording
+from .placing import state
 
-__all__ = ["Machine", "Recording", "start", "stop"]
-
+__all__ = ["Machine", "Recording", "VirtualGPUMode", "start", "state", "stop"]
 
 MOST_DEVICES = 128  # that one process can name: torch.device keeps the number in 8 bits
 
@@ -36,17 +42,23 @@ def start(server: Server, numbers: Sequence[int] | None = None) -> Machine:
 
     `numbers` gives them other numbers, for ranks that see the devices of their own machine only.
     """
-    if state.mode is None:
-        private.register_device_module("vgpu", sys.modules[backend.__name__])
-        tensors.install()
-        state.mode = VirtualGPUMode()
-        state.mode.__enter__()
+    install()
+    if not private.sees(VirtualGPUMode):
+        VirtualGPUMode().__enter__()  # for good: this thread stays inside, in later cells too
     devices = [torch.device("vgpu", number) for number in numbers or range(server.gpus)]
     state.machine = Machine(server, devices, torch.OutOfMemoryError)
     state.visible = state.machine.devices
     state.latest = state.machine.host
     state.current = 0
     return state.machine
+
+
+@functools.cache
+def install() -> None:
+    """Register the device "vgpu" and replace what must be replaced in PyTorch, once."""
+    private.register_device_module("vgpu", sys.modules[backend.__name__])
+    for module in (tensors, storages, functions, kinds, parallel):
+        module.install()
 
 
 def stop() -> None:

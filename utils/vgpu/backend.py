@@ -6,7 +6,7 @@ import types
 
 import torch
 
-from .dispatch import device_at, state
+from .placing import device_at, state
 
 
 def _machine():
@@ -117,8 +117,8 @@ def set_rng_state(state: torch.Tensor, device=None) -> None:
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """The dtypes of `torch.autocast("vgpu")`: none, casts have to be written out."""
-    return []
+    """The dtypes of `torch.autocast("vgpu")`."""
+    return [torch.bfloat16, torch.float16]
 
 
 def _lazy_init() -> None:

@@ -13,35 +13,41 @@ import math
 import torch
 
 from . import private
-from .machine import Device, Host, Machine
-from .memory import Block, Span
+from .copies import fetch, transfer
+from .kinds import kind_of_copy, kind_of_result
+from .placing import (
+    CPU,
+    Tensor,
+    block_of,
+    here,
+    nbytes_of,
+    place_of,
+    place_of_device,
+    put,
+    rehome,
+    span_of,
+    state,
+)
 from .work import Work
 
-Tensor = torch.Tensor
-CPU = torch.device("cpu")
 HALF = (torch.float16, torch.bfloat16)
-
-
-class State:
-    """What the virtual GPUs know at the moment; there is one, `state`."""
-
-    def __init__(self):
-        self.machine: Machine | None = None  # None while no virtual cluster is in use
-        self.visible: list[Device] = []  # the devices that this process can name
-        self.current = 0  # the device that "vgpu" without an index means
-        self.target = None  # where the copy that is being issued goes
-        self.latest = None  # where the latest operation ran
-        self.in_optimizer = False
-        self.before_random = None  # called before random numbers are drawn or seeded
-        self.computing = False  # PyTorch is working out a result below the mode
-        self.mode: VirtualGPUMode | None = None
-
-
-state = State()
 
 
 class VirtualGPUMode(private.TorchDispatchMode):
     """Sees every operation of its thread, in the forward and in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.nested = []
+
+    def __enter__(self):
+        """Begin to see; once is enough for a thread that is inside already."""
+        self.nested.append(private.sees(VirtualGPUMode))
+        return self if self.nested[-1] else super().__enter__()
+
+    def __exit__(self, *error):
+        if not self.nested.pop():
+            super().__exit__(*error)
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -67,26 +73,26 @@ class VirtualGPUMode(private.TorchDispatchMode):
 WORKS: dict[object, Work] = {}
 
 
-def compute(machine, op, work, args, kwargs, place=None):
-    """Run an operation where its operands are (or on the given place) and charge it there."""
-    reads, writes, nbytes, needs_grad, stranger = [], [], 0, False, None
+def compute(machine, op, work, args, kwargs):
+    """Run an operation where its operands are and charge it there."""
+    place, stranger = None, None
+    reads, writes, nbytes, needs_grad = [], [], 0, False
     for key, tensor in operands(args, kwargs):
         block = block_of(tensor)
         written = key in work.writes
         size = nbytes_of(tensor)
-        if block is None or block.place.index < 0:
-            if tensor.dim() or written:
-                stranger = key
-        else:
+        if block is not None:
             if block.place.machine is not machine:
                 rehome(block, machine)
-            if place is None:
-                place = block.place
-            elif place is not block.place:
-                raise different_devices(work, op, key, place, block.place)
             size = min(size, block.nbytes)
-        if block is not None:
             (writes if written else reads).append(span_of(tensor, block, size))
+        if block is None or block.place.index < 0:
+            if (tensor.dim() or written or listed(args, key)) and not tensor._is_zerotensor():
+                stranger = key
+        elif place is None:
+            place = block.place
+        elif place is not block.place:
+            raise different_devices(work, op, key, place, block.place)
         if tensor.requires_grad:
             needs_grad = True
             if block is not None and block._kind == "other" and tensor.is_leaf:
@@ -95,8 +101,10 @@ def compute(machine, op, work, args, kwargs, place=None):
             nbytes += size
     if place is None:
         place = machine.host
-    elif stranger is not None and place.index >= 0 and not (work.host_indices and stranger == 1):
+    elif stranger is not None and not (work.host_indices and stranger == 1):
         raise different_devices(work, op, stranger, place, machine.host)
+    if "generator" in kwargs:
+        check_generator(kwargs["generator"], place)
     state.latest = place
     result = run(op, args, kwargs)
     for tensor in results(result):
@@ -104,8 +112,9 @@ def compute(machine, op, work, args, kwargs, place=None):
         if place.index >= 0:
             block = block_of(tensor)
             if block is None:
-                block = put(tensor, place, kind_of_result(needs_grad))
-                writes.append(block)
+                writes.append(put(tensor, place, kind_of_result(needs_grad)))
+            elif work.resizes:
+                block.resize(tensor.untyped_storage().nbytes())
     if work.kernel:
         flops = work.flops(args, kwargs, result)
         half = bool(flops) and args[0].dtype in HALF
@@ -123,12 +132,16 @@ def create(machine, op, work, args, kwargs):
     tensors = [tensor for _, tensor in operands(args, kwargs)]
     if device is None:
         place = place_of(tensors[0]) if tensors else machine.host
+    elif device.type == "cpu" and here.home is not None:
+        place = here.home
     elif device.type == "cpu" and private.called_by_autograd():
         # A backward formula asks for the device that PyTorch believes its tensors to be on.
-        place = place_of(tensors[0]) if tensors else state.latest
+        place = place_of(tensors[0]) if tensors else latest_place(machine)
     else:
         place = place_of_device(device)
     kwargs["device"] = CPU if device is None or device.type == "vgpu" else device
+    if "generator" in kwargs:
+        check_generator(kwargs["generator"], place)
     if place.index >= 0 and args and isinstance(args[0], (list, tuple)):
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         place.ledger.check_room(math.prod(args[0]) * dtype.itemsize)
@@ -147,21 +160,26 @@ def create(machine, op, work, args, kwargs):
 
 def to_copy(machine, op, work, args, kwargs):
     """`aten._to_copy`: another dtype on the same device, or a copy to another device."""
-    source = place_of(args[0])
-    target, state.target = state.target, None
-    device = kwargs.get("device")
+    tensor, device = args[0], kwargs.get("device")
+    target, here.target = here.target, None
+    if not isinstance(tensor, Tensor) or (device and device.type not in ("cpu", "vgpu")):
+        return run(op, args, kwargs)
+    source = place_of(tensor)
     if target is None:
         target = place_of_device(device) if device and device.type == "vgpu" else source
     kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
     if source is target:
         return compute(machine, op, work, args, kwargs)
-    tensor = args[0]
+    if tensor.is_meta:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
     if target.index >= 0:
         dtype = kwargs.get("dtype") or tensor.dtype
         target.ledger.check_room(tensor.numel() * dtype.itemsize)
     result = run(op, args, kwargs)
-    put(result, target, kind_of_copy(tensor, block_of(tensor)))
-    transfer(machine, source, target, tensor, result, kwargs.get("non_blocking", False))
+    block = put(result, target, kind_of_copy(tensor, block_of(tensor)))
+    non_blocking = kwargs.get("non_blocking", False)
+    block.pinned = non_blocking and target is machine.host  # as PyTorch makes it
+    transfer(machine, source, target, tensor, result, non_blocking)
     return result
 
 
@@ -191,24 +209,12 @@ def local_scalar(machine, op, work, args, kwargs):
     return result
 
 
-def foreach(machine, op, work, args, kwargs):
-    """A list operation of an optimizer: one launch for each device that its lists touch."""
+def resize_(machine, op, work, args, kwargs):
+    """`aten.resize_`: the block takes the new size of its storage."""
     result = run(op, args, kwargs)
-    touched: dict[Device | Host, tuple[list, list, list]] = {}
-    for key, tensor in operands(args, kwargs):
-        place, block = place_of(tensor), block_of(tensor)
-        reads, writes, nbytes = touched.setdefault(place, ([], [], []))
-        nbytes.append(nbytes_of(tensor))
-        if block is not None:
-            (writes if key in work.writes else reads).append(span_of(tensor, block))
-    for tensor, like in zip(results(result), args[0]):
-        place = place_of(like)
-        if place.index >= 0 and block_of(tensor) is None:
-            touched[place][1].append(put(tensor, place, kind_of_result(False)))
-        touched[place][2].append(nbytes_of(tensor))
-    for place, (reads, writes, nbytes) in touched.items():
-        if not (place is machine.host and len(touched) > 1):
-            machine.compute(place, work.name, 0, sum(nbytes), False, reads, writes)
+    block = block_of(result)
+    if block is not None:
+        block.resize(result.untyped_storage().nbytes())
     return result
 
 
@@ -223,6 +229,8 @@ SPECIAL = {
     "copy_": copy_,
     "_foreach_copy_": foreach_copy_,
     "_local_scalar_dense": local_scalar,
+    "resize_": resize_,
+    "resize_as_": resize_,
     "_record_function_enter_new": leave_alone,
     "_record_function_exit": leave_alone,
     "device": leave_alone,
@@ -230,43 +238,13 @@ SPECIAL = {
 }
 
 
-def transfer(machine, source, target, tensor, result, non_blocking) -> None:
-    """Charge a copy between two places; a dtype or layout change is made at the source first.
-
-    Ordinary host memory is pageable: the host waits for such a copy whatever `non_blocking` says.
-    """
-    src, dst = span_of(tensor), span_of(result)
-    if tensor.dtype != result.dtype or not tensor.is_contiguous():
-        blocks = [src] if src is not None else []
-        machine.compute(source, "pack", 0, nbytes_of(tensor) + nbytes_of(result), False, blocks, [])
-    if target is machine.host:
-        waits = not non_blocking
-    elif source is machine.host:
-        waits = not (non_blocking and is_pinned(tensor))
-    else:
-        waits = False
-    machine.copy("copy", nbytes_of(result), source, target, src, dst, waits)
-
-
-def fetch(tensor: Tensor) -> None:
-    """The host reads a tensor's values: it waits for them and for their copy."""
-    span, machine = span_of(tensor), state.machine
-    if span is None or machine is None:
-        return
-    place = place_of(tensor)
-    if place is machine.host:
-        machine.wait(span)
-    else:
-        machine.copy("read", nbytes_of(tensor), place, machine.host, span, None, waits=True)
-
-
 def run(op, args, kwargs):
     """Let PyTorch work out the result, on the CPU or, in shape-only mode, without data."""
-    outer, state.computing = state.computing, True
+    outer, here.computing = here.computing, True
     try:
         return op(*args, **kwargs)
     finally:
-        state.computing = outer
+        here.computing = outer
 
 
 def operands(args, kwargs):
@@ -294,129 +272,27 @@ def results(result):
     return ()
 
 
-def block_of(tensor: Tensor) -> Block | None:
-    """The block on a tensor's storage; None for ordinary host memory."""
-    try:
-        return getattr(tensor.untyped_storage(), "block", None)
-    except NotImplementedError:  # sparse: its values have the storage
-        return block_of(tensor._values()) if tensor.layout is torch.sparse_coo else None
+def listed(args, key) -> bool:
+    """Whether an operand stands in a list, where numbers of the host are not let pass."""
+    return isinstance(key, int) and isinstance(args[key], (list, tuple))
 
 
-def span_of(tensor: Tensor, block: Block | None = None, size: int | None = None):
-    """The part of its block that a tensor covers: the block itself where that is all of it."""
-    block = block_of(tensor) if block is None else block
-    if block is None or tensor.layout is not torch.strided:
-        return block
-    size = tensor.nbytes if size is None else size
-    if size >= block.nbytes and block.spans is None:
-        return block
-    itemsize = tensor.itemsize
-    if not tensor.is_contiguous():
-        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-        size = (last + 1) * itemsize if tensor.numel() else 0
-    low = tensor.storage_offset() * itemsize
-    return Span(block, low, low + size)
-
-
-def is_pinned(tensor: Tensor) -> bool:
-    """Whether a tensor is in page-locked host memory."""
-    block = block_of(tensor)
-    return block is not None and block.pinned
-
-
-def nbytes_of(tensor: Tensor) -> int:
-    """The bytes of a tensor's elements; of its values where it is sparse."""
-    if tensor.layout is torch.strided:
-        return tensor.nbytes
-    return tensor._values().nbytes if tensor.layout is torch.sparse_coo else 0
-
-
-def put(tensor: Tensor, place, kind: str) -> Block:
-    """Say that a new tensor's bytes are on a place; raises where its memory is full."""
-    if tensor.layout is torch.sparse_coo:
-        put(tensor._indices(), place, kind)
-        return put(tensor._values(), place, kind)
-    if type(tensor) not in PLAIN:
-        answer_for(type(tensor))
-    storage = tensor.untyped_storage()
-    storage.block = block = Block(
-        place, storage.nbytes(), kind, (str(tensor.dtype)[6:], tuple(tensor.shape))
-    )
-    return block
-
-
-PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
-
-
-def answer_for(cls: type) -> None:
-    """Let a subclass of `Tensor` with a `.device` of its own (`FakeTensor`) answer too."""
-    PLAIN.add(cls)
-    if "device" not in vars(cls):
-        return
-    own = cls.device
-
-    def device(self):
-        block = None if state.computing else block_of(self)
-        return (
-            own.__get__(self)
-            if block is None or block.place.index < 0
-            else (block.place.torch_device)
-        )
-
-    cls.device = property(device, own.__set__)
-
-
-def place_of(tensor: Tensor):
-    """The device or host that a tensor is on."""
-    block, machine = block_of(tensor), state.machine
-    if block is None:
+def latest_place(machine):
+    """Where the latest operation ran, on the machine that is now in use."""
+    place = state.latest
+    if place is None or place.machine is not machine:
         return machine.host
-    if block.place.machine is not machine:
-        rehome(block, machine)
-    return block.place
+    return place
 
 
-def rehome(block: Block, machine: Machine) -> None:
-    """Bring a tensor of an earlier cluster to the device of the same number."""
-    place = block.place
-    block.move_to(machine.host if place.index < 0 else device_at(place.number))
-
-
-def place_of_device(device: torch.device):
-    """The virtual device, or the host, that a `torch.device` names."""
-    if device.type != "vgpu":
-        return state.machine.host
-    return device_at(state.current if device.index is None else device.index)
-
-
-def device_at(index: int) -> Device:
-    """The virtual device of a number; says how many there are if there is none."""
-    devices = state.visible
-    if not 0 <= index < len(devices):
+def check_generator(generator, place) -> None:
+    """Raise PyTorch's error for a generator of another device type than that of the result."""
+    wanted = "cpu" if place.torch_device is None else place.torch_device.type
+    if generator is not None and generator.device.type != wanted:
         raise RuntimeError(
-            f"invalid device ordinal: vgpu:{index} was asked for, but this cluster has "
-            f"{len(devices)} device{'s' * (len(devices) != 1)} (vgpu:0 to vgpu:{len(devices) - 1})."
-            f" Use one of these or make a larger Cluster."
+            f"Expected a '{wanted}' device type for generator but found "
+            f"'{generator.device.type}': make it with torch.Generator(\"{wanted}\")"
         )
-    return devices[index]
-
-
-def kind_of_result(needs_grad: bool) -> str:
-    """What a new block is for, told from the moment at which it is made."""
-    if private.graph_task_id() != -1:
-        return "activations" if torch.is_grad_enabled() else "gradients"
-    if needs_grad and torch.is_grad_enabled():
-        return "activations"
-    return "optimizer" if state.in_optimizer else "other"
-
-
-def kind_of_copy(tensor: Tensor, block: Block | None) -> str:
-    """What a copy is for: parameters and buffers stay what they are."""
-    if block is not None and block.kind in ("parameters", "buffers"):
-        return block.kind
-    if tensor.requires_grad and tensor.is_leaf:
-        return "parameters"
-    return kind_of_result(tensor.requires_grad)
 
 
 def different_devices(work, op, key, place, other) -> RuntimeError:

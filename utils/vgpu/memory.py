@@ -57,6 +57,14 @@ class Block:
             place.ledger.allocate(self)
         self.place = place
 
+    def resize(self, nbytes: int) -> None:
+        """Count another number of bytes, after the storage was resized."""
+        if nbytes != self.nbytes:
+            if self.place.ledger is not None:
+                self.place.ledger.resize(self, nbytes)
+            self.nbytes = nbytes
+            self.spans = None
+
     def __del__(self):
         if self.place.ledger is not None:
             self.place.ledger.free(self)
@@ -148,8 +156,16 @@ class Ledger:
         self._serial += 1
         block.serial = self._serial
         self._resident[id(block)] = weakref.ref(block)
-        self.used += block.nbytes
-        self.by_kind[block._kind] += block.nbytes
+        self._count(block.nbytes, block._kind)
+
+    def resize(self, block: Block, nbytes: int) -> None:
+        """Count a block with another size; raises `out_of_memory` if it does not fit."""
+        self.check_room(nbytes - block.nbytes)
+        self._count(nbytes - block.nbytes, block._kind)
+
+    def _count(self, nbytes: int, kind: str) -> None:
+        self.used += nbytes
+        self.by_kind[kind] += nbytes
         if self.used > self.peak:
             self.reset_peak()
 

@@ -10,10 +10,19 @@ import ctypes
 import sys
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
+from torch.utils._python_dispatch import (  # noqa: F401
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils.flop_counter import flop_registry
 
 TESTED = ("2.13.0", "2.14.1")
+
+Generator = torch.Generator  # a class of the core, which `functions` replaces by one of its own
+
+# Whether a tensor is one that `vmap`, `grad` and the like wrap, and what it wraps.
+is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+unwrapped = torch._C._functorch.get_unwrapped
 
 # The number of the backward pass that runs in this thread; -1 outside one.
 graph_task_id = torch._C._current_graph_task_id
@@ -23,6 +32,17 @@ def register_device_module(name: str, module) -> None:
     """Make `torch.device(name)` valid and `torch.<name>` this module."""
     torch.utils.rename_privateuse1_backend(name)
     torch._register_device_module(name, module)
+
+
+def sees(cls: type) -> bool:
+    """Whether a mode of a class is active in this thread."""
+    return any(isinstance(mode, cls) for mode in _get_current_dispatch_mode_stack())
+
+
+def replace_in_core(replacing, **replacements) -> None:
+    """Replace functions of `torch._C` by `replacing(original, replacement)`, None if not there."""
+    for name, replacement in replacements.items():
+        setattr(torch._C, name, replacing(getattr(torch._C, name, None), replacement))
 
 
 def is_composite(op) -> bool:

@@ -14,7 +14,7 @@ from . import private
 # Operations that launch no kernel: they allocate, or only look at a tensor's description.
 NO_KERNEL = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
-    "lift_fresh", "lift", "lift_fresh_copy", "set_", "resize_", "resize_as_", "is_pinned",
+    "lift_fresh", "lift", "lift_fresh_copy", "is_pinned",
     "detach_", "device", "is_same_size", "_has_compatible_shallow_copy_type", "sym_size",
     "sym_stride", "sym_numel", "sym_storage_offset", "is_contiguous", "_nested_tensor_size",
     "_assert_tensor_metadata", "_sparse_coo_tensor_with_dims_and_tensors", "_coalesced_",
@@ -36,7 +36,7 @@ SYNCHRONISES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_co
 class Work:
     """What one operation (an `OpOverload`) does, worked out once."""
 
-    __slots__ = ("name", "kernel", "writes", "overwrites", "gathers", "host_indices", "foreach",
+    __slots__ = ("name", "kernel", "writes", "overwrites", "gathers", "host_indices", "resizes",
                  "synchronises", "composite", "random", "formula")  # fmt: skip
 
     def __init__(self, op):
@@ -55,7 +55,7 @@ class Work:
         self.overwrites = name in OVERWRITES
         self.gathers = name in GATHERS
         self.host_indices = name in GATHERS and "index" in name
-        self.foreach = name.startswith("_foreach_")
+        self.resizes = any(argument.is_out for argument in schema.arguments)
         self.synchronises = name in SYNCHRONISES
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self.composite = private.is_composite(op)

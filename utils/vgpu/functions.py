@@ -1,0 +1,135 @@
+"""Functions of PyTorch's that no mode sees, or whose C++ asks for the CPU, on virtual GPUs.
+
+Makers of tensors from data (`torch.tensor`), `torch.Generator`, `torch.autocast`, the grouping of
+an optimizer's tensors by device, and a few functions that make tensors of their own on the way.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from . import private
+from .placing import CPU, Tensor, device_at, here, on_device, place_of, state
+
+
+def from_data(original):
+    """Wrap a function that makes a tensor from data, such as `torch.tensor`."""
+
+    @functools.wraps(original)
+    def make(*args, device=None, requires_grad=False, pin_memory=False, **kwargs):
+        if state.machine is None:
+            if device is not None:
+                kwargs["device"] = device
+            if pin_memory:
+                kwargs["pin_memory"] = True
+            if requires_grad:
+                kwargs["requires_grad"] = True
+            return original(*args, **kwargs)
+        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        if device is None:
+            device = data.device if isinstance(data, Tensor) else torch.get_default_device()
+        device = torch.device(device) if not isinstance(device, torch.device) else device
+        if isinstance(data, Tensor) and on_device(data):
+            if original.__name__ == "tensor":
+                result = data.detach().clone().to(device, kwargs.get("dtype"))
+            else:
+                result = data.to(device, kwargs.get("dtype"))
+        elif device.type == "vgpu":
+            result = original(*args, device=CPU, **kwargs).to(device)
+        else:
+            result = original(*args, device=device, **kwargs)
+        if pin_memory:
+            result = result.pin_memory()
+        return result.requires_grad_() if requires_grad else result
+
+    return make
+
+
+def at_home(original):
+    """Wrap a function whose C++ makes tensors on "the CPU", where it believes its operands are."""
+
+    @functools.wraps(original)
+    def function(tensor, *args, **kwargs):
+        if state.machine is None or not (isinstance(tensor, Tensor) and on_device(tensor)):
+            return original(tensor, *args, **kwargs)
+        outer, here.home = here.home, place_of(tensor)
+        try:
+            return original(tensor, *args, **kwargs)
+        finally:
+            here.home = outer
+
+    return function
+
+
+class AnyGenerator(type(private.Generator)):
+    """What makes every generator of PyTorch's an instance of the class below."""
+
+    def __instancecheck__(cls, instance):
+        return isinstance(instance, private.Generator)
+
+
+class Generator(private.Generator, metaclass=AnyGenerator):
+    """`torch.Generator` that can also belong to a virtual GPU; it draws the CPU's numbers."""
+
+    def __new__(cls, device="cpu"):
+        wanted = torch.device("vgpu", device) if isinstance(device, int) else torch.device(device)
+        virtual = wanted.type == "vgpu"
+        if virtual:
+            wanted = device_at(state.current if wanted.index is None else wanted.index).torch_device
+        generator = super().__new__(cls, CPU if virtual else wanted)
+        generator._virtual = wanted if virtual else None
+        return generator
+
+    @property
+    def device(self):
+        return self._virtual or super().device
+
+
+def autocast(original):
+    """`torch.autocast("vgpu")` casts what `torch.autocast("cpu")` does, to bfloat16 by default."""
+
+    @functools.wraps(original)
+    def __init__(self, device_type, *args, **kwargs):
+        original(self, "cpu" if device_type == "vgpu" else device_type, *args, **kwargs)
+
+    return __init__
+
+
+def group_by_device(original):
+    """Group tensors by device and dtype, as optimizers do to update many in one call."""
+
+    @functools.wraps(original)
+    def group(tensorlistlist, with_indices=False):
+        groups = original(tensorlistlist, True)
+        found = {}
+        for (_, dtype), (lists, indices) in groups.items():
+            for row, tensor in enumerate(lists[0]):
+                into, numbers = found.setdefault((tensor.device, dtype), ([[] for _ in lists], []))
+                numbers.append(indices[row])
+                for tensors, values in zip(into, lists):
+                    tensors += values[row : row + 1]
+        return found
+
+    return group
+
+
+def install() -> None:
+    """Replace what must be replaced, once."""
+    for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor"):
+        setattr(torch, name, from_data(getattr(torch, name)))
+    functional = torch.nn.functional
+    for owner, names in (
+        (torch, ("quantile", "nanquantile")),
+        (Tensor, ("quantile", "nanquantile")),
+        (torch.linalg, ("matrix_rank",)),
+        (functional, ("one_hot", "scaled_dot_product_attention", "pad")),
+    ):
+        for name in names:
+            setattr(owner, name, at_home(getattr(owner, name)))
+    torch.Generator = Generator
+    torch.autocast.__init__ = autocast(torch.autocast.__init__)
+    private.replace_in_core(
+        lambda original, wrap: wrap(original), _group_tensors_by_device_and_dtype=group_by_device
+    )
