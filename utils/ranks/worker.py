@@ -273,8 +273,8 @@ def play(job: Job):
 
 def redirect(job: Job):
     """Send what is printed, and what libraries complain of, to files in the run's folder."""
-    sys.stdout = open(Path(job.folder, f"output{job.rank}"), "w", buffering=1)  # noqa: SIM115
-    errors = open(Path(job.folder, f"errors{job.rank}"), "w", buffering=1)  # noqa: SIM115
+    sys.stdout = open(Path(job.folder, f"output{job.rank}"), "w", buffering=1)
+    errors = open(Path(job.folder, f"errors{job.rank}"), "w", buffering=1)
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(errors.fileno(), 2)
     return errors
