@@ -18,6 +18,7 @@ ALL_REDUCES = {
     "halving-doubling": collectives.halving_doubling_all_reduce,
     "double tree": collectives.double_tree_all_reduce,
 }
+DTYPES = torch.float32, torch.float64
 SERVER = ideal_server(16, 1e-6, 1e9)
 
 
@@ -191,7 +192,7 @@ def test_times_are_those_of_the_alpha_beta_model(name, ranks, size):
 
 @pytest.mark.parametrize(("name", "milliseconds"), [("halving-doubling", 0.290), ("tree", 1.890)])
 def test_golden_times_on_512_ranks(name, milliseconds):
-    """1 MB, α = 5 µs, 10 GB/s; the ring's 5.310 ms are in the benchmarks, it takes half a minute."""
+    """1 MB, α = 5 µs, 10 GB/s; the ring's 5.310 ms take half a minute: a benchmark."""
 
     def program(comm):
         ALL_REDUCES[name](comm, torch.zeros(250_000, device=comm.device))
@@ -231,8 +232,8 @@ def test_in_order_trees(n, shift):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda comm: comm.all_reduce(torch.ones(2 + comm.rank)), r"rank 0: .*\(2,\).*\n.*rank 1: .*\(3,\)"),
-        (lambda comm: comm.all_reduce(torch.ones(2).to([torch.float32, torch.float64][comm.rank])), "float64"),
+        (lambda comm: comm.all_reduce(torch.ones(2 + comm.rank)), r"0: .*\(2,\).*\n.*1: .*\(3,\)"),
+        (lambda comm: comm.all_reduce(torch.ones(2).to(DTYPES[comm.rank])), "float64"),
         (lambda comm: comm.all_reduce(torch.ones(2), op="mean"), "'mean'"),
         (lambda comm: comm.all_reduce(torch.ones(2), op=["sum", "max"][comm.rank]), "op='max'"),
         (lambda comm: comm.barrier() if comm.rank else comm.broadcast(torch.ones(2)), "barrier"),

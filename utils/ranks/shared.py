@@ -149,7 +149,7 @@ def shared_memory_all_reduce(comm, tensor: Tensor, op: str = "sum") -> None:
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """Where regions of these sizes begin, each at the start of a memory page; the end comes last."""
+    """Where regions of these sizes begin, each on a memory page of its own; the end comes last."""
     page, starts, at = 4096, [], 0
     for size in sizes:
         starts.append(at)
