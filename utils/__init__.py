@@ -1,7 +1,7 @@
 """Parallel Training from Scratch: the code that the chapters share.
 
-from utils import Cluster
-cluster = Cluster(4)
+    cluster = Cluster(4)            # several devices, driven by one program
+    result = run(program, ranks=4)  # one program a device
 """
 
 from .devices import Cluster
