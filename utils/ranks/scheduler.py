@@ -78,6 +78,7 @@ class Scheduler:
 
     def __init__(self, machine: Machine, ranks: Sequence[Rank]):
         self.machine = machine
+        machine.before_copy = self.let_others_catch_up
         self.ranks = ranks
         self.fibers: set[Fiber] = set()
         self.ready: list[tuple[int, int, Fiber]] = []
@@ -111,6 +112,17 @@ class Scheduler:
         self.hand_over(fiber)
         if self.error is not None:
             raise Aborted
+
+    def let_others_catch_up(self) -> None:
+        """Before the running fiber takes wires: those with an earlier clock may want them first."""
+        clock = self.machine.host.clock
+        if (self.ready and self.ready[0][0] < clock) or (
+            self.transfers and self.transfers[0][0] < clock
+        ):
+            self.wake(self.current)
+            self.hand_over(self.current)
+            if self.error is not None:
+                raise Aborted
 
     def hand_over(self, fiber: Fiber | None, ended: bool = False) -> None:
         """Let the next one run, and wait for the next turn unless the fiber has ended."""

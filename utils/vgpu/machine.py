@@ -15,7 +15,7 @@ have happened. Times are whole picoseconds, so that a timeline does not depend o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..hardware import Chip, Server
 from ..timeline import Event
@@ -111,6 +111,7 @@ class Machine:
         self._wires: dict[str, Wire] = {}
         self._routes: dict[tuple[str, str], Route] = {}
         self.recordings: list[Recording] = []
+        self.before_copy: Callable[[], None] | None = None  # lets hosts that are behind go first
 
     def route(self, source: str, target: str) -> Route:
         """The route between two nodes, found once."""
@@ -180,6 +181,8 @@ class Machine:
         host.clock = issued + launch
         if self.recordings:
             self.note("launch " + name, "host", host.rows, issued, issued + launch)
+        if self.before_copy is not None:
+            self.before_copy()
         end = self.transfer(name, nbytes, source, target, src, dst, host.clock)
         if waits:
             self.advance_host(end)
