@@ -1,8 +1,8 @@
 """`Comm`: what one rank knows and can say, the same on virtual ranks, processes and GPUs.
 
-Names and meanings are torch.distributed's. A backend supplies four things: `_post_send`,
-`_post_recv`, `_meet` and `_launch`; everything else is made of these, so that what a collective
-costs is what its messages cost.
+Names and meanings are torch.distributed's (`wait_any` and `time` are MPI's). A backend supplies
+`time`, `_post_send`, `_post_recv`, `_wait_any`, `_meet` and `_launch`; everything else is made of
+these, so that what a collective costs is what its messages cost.
 """
 
 from __future__ import annotations
@@ -100,6 +100,22 @@ class Comm:
         self.recv(recv, src, tag)
         sending._wait()
 
+    def wait_any(self, works: Sequence[Work]) -> int:
+        """Wait until one of several messages (of `irecv`) has arrived; returns its position.
+
+        Where several have arrived already, it is the earliest. The others stay under way.
+        """
+        works = list(works)
+        if not works:
+            raise ValueError(f"rank {self.rank}: wait_any needs at least one message to wait for")
+        position = self._wait_any(works)
+        works[position].wait()
+        return position
+
+    def time(self) -> float:
+        """Seconds since the run began: simulated on virtual ranks, else measured."""
+        raise NotImplementedError
+
     # Collectives
 
     def barrier(self) -> None:
@@ -187,6 +203,9 @@ class Comm:
         raise NotImplementedError
 
     def _post_recv(self, tensor: Tensor, src: int, key) -> Work:
+        raise NotImplementedError
+
+    def _wait_any(self, works: list[Work]) -> int:
         raise NotImplementedError
 
     def _meet(self, key, description: tuple) -> dict[int, tuple]:

@@ -47,6 +47,7 @@ class Fiber:
         self.turn = threading.Lock()
         self.turn.acquire()
         self.blocked = False
+        self.since = self.order = 0  # the clock when it began to wait; its place in the queue
         self.idle = idle  # waits for launched functions, and may wait for ever
         self.why: Callable[[], str] | str = ""
         self.current = scheduler.machine.devices[rank.number].number
@@ -103,12 +104,25 @@ class Scheduler:
         """Let a fiber go on when its time comes."""
         fiber.blocked = False
         self.order += 1
+        fiber.order = self.order
         heapq.heappush(self.ready, (fiber.host.clock, self.order, fiber))
 
-    def block(self, why: Callable[[], str] | str) -> None:
-        """The running fiber waits until it is woken; raises if the run has failed meanwhile."""
+    def arrive(self, fiber: Fiber, time: int) -> None:
+        """Let a fiber that waits go on at a time, or before, if another message comes before."""
+        time = max(time, fiber.since)
+        if fiber.blocked or time < fiber.host.clock:
+            fiber.host.clock = time
+            self.wake(fiber)
+
+    def block(self, why: Callable[[], str] | str, until: int | None = None) -> None:
+        """The running fiber waits until it is woken, at the latest at the time `until`.
+
+        Raises if the run has failed meanwhile.
+        """
         fiber = self.current
-        fiber.blocked, fiber.why = True, why
+        fiber.blocked, fiber.why, fiber.since = True, why, fiber.host.clock
+        if until is not None:
+            self.arrive(fiber, until)
         self.hand_over(fiber)
         if self.error is not None:
             raise Aborted
@@ -155,7 +169,9 @@ class Scheduler:
                 *_, send, recv = heapq.heappop(transfers)
                 self.deliver(send, recv)
             else:
-                return heapq.heappop(ready)[2]
+                _, order, fiber = heapq.heappop(ready)
+                if order == fiber.order:  # it has not been called to an earlier time meanwhile
+                    return fiber
         return None
 
     def stop_waiting(self) -> None:
@@ -231,9 +247,7 @@ class Scheduler:
             message.done, message.end = True, end
             if message.waiter is not None:
                 fiber, message.waiter = message.waiter, None
-                if end > fiber.host.clock:
-                    fiber.host.clock = end
-                self.wake(fiber)
+                self.arrive(fiber, end)
 
     # Random numbers
 

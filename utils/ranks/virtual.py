@@ -47,6 +47,27 @@ class VirtualComm(Comm):
     def _post_recv(self, tensor: Tensor, src: int, key) -> Work:
         return Message(self._scheduler, tensor, self._number, src, key, sends=False)
 
+    def _wait_any(self, works: list[Work]) -> int:
+        scheduler, clock = self._scheduler, self._scheduler.machine.host.clock
+        ends = [work.end for work in works if work.done]
+        if not ends or min(ends) > clock:
+            under_way = [work for work in works if not work.done]
+            for work in under_way:
+                work.waiter = scheduler.current
+
+            def why() -> str:
+                peers = [f"{work.peer}{scheduler.ended(work.peer)}" for work in under_way]
+                return f"waits for the first message from any of ranks {'; '.join(peers)}"
+
+            scheduler.block(why, min(ends, default=None))
+            for work in under_way:
+                work.waiter = None
+        done = [position for position, work in enumerate(works) if work.done]
+        return min(done, key=lambda position: works[position].end)
+
+    def time(self) -> float:
+        return self._scheduler.machine.host.clock / vgpu.machine.PICOSECONDS
+
     def _meet(self, key, description: tuple) -> dict[int, tuple]:
         scheduler = self._scheduler
         meeting = scheduler.meetings.setdefault(key, Meeting(self))

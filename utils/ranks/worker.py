@@ -24,7 +24,7 @@ from .comm import Comm, Work
 from .control import ENTRIES, ENTRY, Log, number_of, shorten
 from .errors import is_ours
 from .packing import pack, unpack
-from .shared import Segment, SharedAllReduce, offsets
+from .shared import Segment, SharedAllReduce, offsets, wait_until
 from .transports import GlooTransport, SharedTransport
 
 CHUNK = 2 * 2**20  # bytes of a chunk of the shared-memory all-reduce
@@ -100,10 +100,14 @@ class RecvWork(Work):
         self.start = max(self.start, float(sent_at))
         self.work = self.comm._process.transport.recv(self.data, self.src, self.key)
 
-    def is_completed(self) -> bool:
+    def has_been_sent(self) -> bool:
+        """Whether the sender has begun: gloo does not tell when all has come, before `wait`."""
         if self.work is None and (found := self.log.find(self.about)) is not None:
             self.begin(found)
-        return self.work is not None and self.work.is_completed()
+        return self.work is not None
+
+    def is_completed(self) -> bool:
+        return self.has_been_sent() and self.work.is_completed()
 
     def _wait(self) -> None:
         process = self.comm._process
@@ -141,6 +145,20 @@ class ProcessComm(Comm):
 
     def _post_recv(self, tensor: Tensor, src: int, key) -> Work:
         return RecvWork(self, tensor, src, key, self._about(src, self._number, key))
+
+    def _wait_any(self, works: list[Work]) -> int:
+        come: list[int] = []
+
+        def look() -> bool:
+            come[:] = [i for i, work in enumerate(works) if work.has_been_sent()]
+            return bool(come)
+
+        with self._process.waiting(self._lane):
+            wait_until(look)
+        return min(come, key=lambda position: works[position].start)
+
+    def time(self) -> float:
+        return time.perf_counter() - self._process.start
 
     def _meet(self, key, description: tuple) -> dict[int, tuple]:
         about = number_of(key)
@@ -209,6 +227,7 @@ class Process:
             self.transport = GlooTransport(job.rank, job.ranks)
         self.pool: ThreadPoolExecutor | None = None
         self.launched = 0
+        self.start = time.perf_counter()
         self.messages: list[tuple] = []
         self.waits: list[tuple[float, float]] = []
 
