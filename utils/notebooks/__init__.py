@@ -1,9 +1,10 @@
-"""The maintainers' commands: `python -m utils.notebooks run | check | saved | links`.
+"""The maintainers' commands: `python -m utils.notebooks run | check | saved | links | cover`.
 
 run     execute notebooks from top to bottom and save clean outputs
 check   the rules that every chapter keeps
 saved   compare cells tagged `saved` with the functions in utils/
 links   write the course's address into the notebooks and the README
+cover   draw the README's picture
 """
 
 import re

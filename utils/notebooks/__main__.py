@@ -1,4 +1,4 @@
-"""Command line: python -m utils.notebooks run | check | saved | links [paths]."""
+"""Command line: python -m utils.notebooks run | check | saved | links | cover [paths]."""
 
 import argparse
 import importlib
@@ -6,7 +6,7 @@ import sys
 
 from utils import notebooks
 
-MODULES = {"run": "run", "check": "rules", "saved": "saved", "links": "links"}
+MODULES = {"run": "run", "check": "rules", "saved": "saved", "links": "links", "cover": "cover"}
 
 
 def main():
