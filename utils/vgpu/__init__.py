@@ -44,7 +44,7 @@ def start(server: Server, numbers: Sequence[int] | None = None) -> Machine:
     """
     install()
     if not private.sees(VirtualGPUMode):
-        VirtualGPUMode().__enter__()  # for good: this thread stays inside, in later cells too
+        private.enter_below_others(VirtualGPUMode())  # this thread stays inside, in later cells too
     devices = [torch.device("vgpu", number) for number in numbers or range(server.gpus)]
     state.machine = Machine(server, devices, torch.OutOfMemoryError)
     state.visible = state.machine.devices
@@ -53,10 +53,12 @@ def start(server: Server, numbers: Sequence[int] | None = None) -> Machine:
     return state.machine
 
 
+private.register_device_module("vgpu", sys.modules[backend.__name__])
+
+
 @functools.cache
 def install() -> None:
-    """Register the device "vgpu" and replace what must be replaced in PyTorch, once."""
-    private.register_device_module("vgpu", sys.modules[backend.__name__])
+    """Replace what must be replaced in PyTorch, once."""
     for module in (tensors, storages, functions, kinds, parallel):
         module.install()
 

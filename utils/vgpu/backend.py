@@ -6,14 +6,12 @@ import types
 
 import torch
 
-from .placing import device_at, state
+from .placing import device_at, no_cluster, state
 
 
 def _machine():
     if state.machine is None:
-        raise RuntimeError(
-            "there are no virtual GPUs now: make some first, such as `cluster = Cluster(4)`"
-        )
+        raise no_cluster()
     return state.machine
 
 

@@ -17,10 +17,13 @@ from .copies import fetch, transfer
 from .kinds import kind_of_copy, kind_of_result
 from .placing import (
     CPU,
+    GENERATORS,
     Tensor,
     block_of,
     here,
+    is_virtual,
     nbytes_of,
+    no_cluster,
     place_of,
     place_of_device,
     put,
@@ -53,6 +56,8 @@ class VirtualGPUMode(private.TorchDispatchMode):
         kwargs = kwargs or {}
         machine = state.machine
         if machine is None:
+            if is_virtual(kwargs.get("device")):
+                raise no_cluster()
             return op(*args, **kwargs)
         work = WORKS.get(op)
         if work is None:
@@ -101,7 +106,7 @@ def compute(machine, op, work, args, kwargs):
             nbytes += size
     if place is None:
         place = machine.host
-    elif stranger is not None and not (work.host_indices and stranger == 1):
+    elif stranger is not None and stranger != work.from_host:
         raise different_devices(work, op, stranger, place, machine.host)
     if "generator" in kwargs:
         check_generator(kwargs["generator"], place)
@@ -218,6 +223,13 @@ def resize_(machine, op, work, args, kwargs):
     return result
 
 
+def pack_padded_sequence(machine, op, work, args, kwargs):
+    """`aten._pack_padded_sequence`: the second result, the batch sizes, stays on the host."""
+    result = compute(machine, op, work, args, kwargs)
+    result[1].untyped_storage().block = None
+    return result
+
+
 def leave_alone(machine, op, work, args, kwargs):
     """Bookkeeping of PyTorch's own that is no work of the program."""
     return run(op, args, kwargs)
@@ -229,6 +241,7 @@ SPECIAL = {
     "copy_": copy_,
     "_foreach_copy_": foreach_copy_,
     "_local_scalar_dense": local_scalar,
+    "_pack_padded_sequence": pack_padded_sequence,
     "resize_": resize_,
     "resize_as_": resize_,
     "_record_function_enter_new": leave_alone,
@@ -287,11 +300,14 @@ def latest_place(machine):
 
 def check_generator(generator, place) -> None:
     """Raise PyTorch's error for a generator of another device type than that of the result."""
-    wanted = "cpu" if place.torch_device is None else place.torch_device.type
-    if generator is not None and generator.device.type != wanted:
+    if generator is None:
+        return
+    wanted = "cpu" if place.index < 0 else "vgpu"
+    found = "vgpu" if generator._cdata in GENERATORS else generator.device.type
+    if found != wanted:
         raise RuntimeError(
-            f"Expected a '{wanted}' device type for generator but found "
-            f"'{generator.device.type}': make it with torch.Generator(\"{wanted}\")"
+            f"Expected a '{wanted}' device type for generator but found '{found}': make it with "
+            f'torch.Generator("{wanted}")'
         )
 
 

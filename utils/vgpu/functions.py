@@ -11,7 +11,7 @@ import functools
 import torch
 
 from . import private
-from .placing import CPU, Tensor, device_at, here, on_device, place_of, state
+from .placing import CPU, GENERATORS, Tensor, device_at, here, on_device, place_of, state
 
 
 def from_data(original):
@@ -47,6 +47,29 @@ def from_data(original):
     return make
 
 
+def from_parts(original, *names: str):
+    """Wrap a maker of sparse tensors from parts of these names, the last being the values."""
+
+    @functools.wraps(original)
+    def make(*args, device=None, **kwargs):
+        if state.machine is None:
+            return original(*args, device=device, **kwargs)
+        parts = dict(zip(names, args))
+        parts.update((name, kwargs[name]) for name in names if name in kwargs)
+        if device is None and isinstance(parts.get("values"), Tensor):
+            device = parts["values"].device
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type != "vgpu":
+            return original(*args, device=device, **kwargs)
+        if "values" not in parts:  # an empty one of a given size
+            return original(*args, device=CPU, **kwargs).to(device)
+        parts = [torch.as_tensor(parts[name], device=device) for name in names]
+        others = {name: value for name, value in kwargs.items() if name not in names}
+        return original(*parts, *args[len(names) :], **others)
+
+    return make
+
+
 def at_home(original):
     """Wrap a function whose C++ makes tensors on "the CPU", where it believes its operands are."""
 
@@ -61,6 +84,18 @@ def at_home(original):
             here.home = outer
 
     return function
+
+
+def pad_packed_sequence(original):
+    """Wrap it so: the second result, the lengths, stays on the host."""
+
+    @functools.wraps(original)
+    def pad(data, *args):
+        padded, lengths = at_home(original)(data, *args)
+        lengths.untyped_storage().block = None
+        return padded, lengths
+
+    return pad
 
 
 class AnyGenerator(type(private.Generator)):
@@ -80,11 +115,22 @@ class Generator(private.Generator, metaclass=AnyGenerator):
             wanted = device_at(state.current if wanted.index is None else wanted.index).torch_device
         generator = super().__new__(cls, CPU if virtual else wanted)
         generator._virtual = wanted if virtual else None
+        if virtual:
+            GENERATORS.add(generator._cdata)
         return generator
 
     @property
     def device(self):
         return self._virtual or super().device
+
+    def clone_state(self):
+        return Generator(self.device).set_state(self.get_state())
+
+    def __reduce__(self):
+        return Generator, (str(self.device),), super().__reduce__()[2]
+
+    def __del__(self):
+        GENERATORS.discard(self._cdata)
 
 
 def autocast(original):
@@ -117,17 +163,23 @@ def group_by_device(original):
 
 def install() -> None:
     """Replace what must be replaced, once."""
-    for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor"):
+    for name in ("tensor", "as_tensor", "asarray"):
         setattr(torch, name, from_data(getattr(torch, name)))
+    torch.sparse_coo_tensor = from_parts(torch.sparse_coo_tensor, "indices", "values")
+    torch.sparse_csr_tensor = from_parts(
+        torch.sparse_csr_tensor, "crow_indices", "col_indices", "values"
+    )
     functional = torch.nn.functional
     for owner, names in (
         (torch, ("quantile", "nanquantile")),
         (Tensor, ("quantile", "nanquantile")),
         (torch.linalg, ("matrix_rank",)),
+        (torch.sparse, ("mm",)),
         (functional, ("one_hot", "scaled_dot_product_attention", "pad")),
     ):
         for name in names:
             setattr(owner, name, at_home(getattr(owner, name)))
+    torch._VF._pad_packed_sequence = pad_packed_sequence(torch._VF._pad_packed_sequence)
     torch.Generator = Generator
     torch.autocast.__init__ = autocast(torch.autocast.__init__)
     private.replace_in_core(

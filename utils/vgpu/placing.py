@@ -35,6 +35,7 @@ class Here(threading.local):
 
 state = State()
 here = Here()
+GENERATORS: set[int] = set()  # the `_cdata` of the random generators that are a virtual GPU's
 
 
 def block_of(tensor: Tensor) -> Block | None:
@@ -164,6 +165,17 @@ def place_of_device(device: torch.device):
     if device.type != "vgpu":
         return state.machine.host
     return device_at(state.current if device.index is None else device.index)
+
+
+def is_virtual(device) -> bool:
+    """Whether `device=` asks for a virtual GPU."""
+    return isinstance(device, torch.device) and device.type == "vgpu"
+
+
+def no_cluster() -> RuntimeError:
+    return RuntimeError(
+        "there are no virtual GPUs now: make some first, such as `cluster = Cluster(4)`"
+    )
 
 
 def device_at(index: int) -> Device:

@@ -10,9 +10,11 @@ import ctypes
 import sys
 
 import torch
-from torch.utils._python_dispatch import (  # noqa: F401
+from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
 )
 from torch.utils.flop_counter import flop_registry
 
@@ -37,6 +39,16 @@ def register_device_module(name: str, module) -> None:
 def sees(cls: type) -> bool:
     """Whether a mode of a class is active in this thread."""
     return any(isinstance(mode, cls) for mode in _get_current_dispatch_mode_stack())
+
+
+def enter_below_others(mode: TorchDispatchMode) -> None:
+    """Enter a mode for good: below those that are active now, since each takes off the topmost."""
+    above = []
+    while (modes := _get_current_dispatch_mode_stack()) and not hasattr(modes[-1], "_mode_key"):
+        above.append(_pop_mode())
+    mode.__enter__()
+    for other in reversed(above):
+        _push_mode(other)
 
 
 def replace_in_core(replacing, **replacements) -> None:

@@ -25,9 +25,17 @@ NO_KERNEL = {
 OVERWRITES = {
     "copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_",
 }  # fmt: skip
-# Operations that read only the rows they are asked for, and may take their indices from the host.
+# Operations that read only the rows they are asked for.
 GATHERS = {"index", "embedding", "gather", "index_select", "_index_put_impl_", "index_put_",
            "index_put", "_unsafe_index", "_unsafe_index_put"}  # fmt: skip
+# Operations that may take an operand from the host, and which one: indices, lengths.
+FROM_HOST = {
+    **dict.fromkeys(
+        ("index", "_index_put_impl_", "index_put_", "index_put", "_unsafe_index",
+         "_unsafe_index_put", "_pack_padded_sequence", "_pad_packed_sequence"), 1
+    ),
+    "_pack_padded_sequence_backward": 2,
+}  # fmt: skip
 # Operations whose result's shape or value the host must know before it can go on.
 SYNCHRONISES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive",
                 "equal", "is_nonzero", "_local_scalar_dense", "_assert_async"}  # fmt: skip
@@ -36,7 +44,7 @@ SYNCHRONISES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_co
 class Work:
     """What one operation (an `OpOverload`) does, worked out once."""
 
-    __slots__ = ("name", "kernel", "writes", "overwrites", "gathers", "host_indices", "resizes",
+    __slots__ = ("name", "kernel", "writes", "overwrites", "gathers", "from_host", "resizes",
                  "synchronises", "composite", "random", "formula")  # fmt: skip
 
     def __init__(self, op):
@@ -54,7 +62,7 @@ class Work:
         )
         self.overwrites = name in OVERWRITES
         self.gathers = name in GATHERS
-        self.host_indices = name in GATHERS and "index" in name
+        self.from_host = FROM_HOST.get(name)
         self.resizes = any(argument.is_out for argument in schema.arguments)
         self.synchronises = name in SYNCHRONISES
         self.random = torch.Tag.nondeterministic_seeded in op.tags
