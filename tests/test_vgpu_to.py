@@ -1,4 +1,4 @@
-"""`Tensor.to` in each of its forms, beside virtual GPUs: the result of plain PyTorch, where asked."""
+"""`Tensor.to` in each of its forms, between the host and virtual GPUs."""
 
 import itertools
 
