@@ -6,6 +6,7 @@
     placing.py    which place a tensor is on
     kinds.py      what memory is for: parameters, gradients, activations, …
     dispatch.py   the mode that sees every operation, places its result and charges its time
+    special.py    operations that need care of their own: copies, reading a value
     tensors.py    `.device`, `.to` and the other questions that never become operations
     storages.py   copying, resizing, saving and loading storages
     functions.py  functions that ask PyTorch for the CPU
@@ -27,7 +28,7 @@ from collections.abc import Sequence
 import torch
 
 from ..hardware import Server
-from . import backend, functions, kinds, parallel, private, storages, tensors
+from . import backend, functions, kinds, parallel, private, special, storages, tensors
 from .dispatch import VirtualGPUMode
 from .machine import Machine, Recording
 from .placing import state
@@ -59,7 +60,7 @@ private.register_device_module("vgpu", sys.modules[backend.__name__])
 @functools.cache
 def install() -> None:
     """Replace what must be replaced in PyTorch, once."""
-    for module in (tensors, storages, functions, kinds, parallel):
+    for module in (special, tensors, storages, functions, kinds, parallel):
         module.install()
 
 

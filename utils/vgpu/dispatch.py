@@ -13,8 +13,7 @@ import math
 import torch
 
 from . import private
-from .copies import fetch, transfer
-from .kinds import kind_of_copy, kind_of_result
+from .kinds import kind_of_result
 from .placing import (
     CPU,
     GENERATORS,
@@ -76,6 +75,7 @@ class VirtualGPUMode(private.TorchDispatchMode):
 
 
 WORKS: dict[object, Work] = {}
+SPECIAL = {}  # operations that need care of their own, by name (see `special`)
 
 
 def compute(machine, op, work, args, kwargs):
@@ -161,94 +161,6 @@ def create(machine, op, work, args, kwargs):
     if work.kernel:
         machine.compute(place, work.name, 0, nbytes_of(result), False, like, blocks)
     return result
-
-
-def to_copy(machine, op, work, args, kwargs):
-    """`aten._to_copy`: another dtype on the same device, or a copy to another device."""
-    tensor, device = args[0], kwargs.get("device")
-    target, here.target = here.target, None
-    if not isinstance(tensor, Tensor) or (device and device.type not in ("cpu", "vgpu")):
-        return run(op, args, kwargs)
-    source = place_of(tensor)
-    if target is None:
-        target = place_of_device(device) if device and device.type == "vgpu" else source
-    kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
-    if source is target:
-        return compute(machine, op, work, args, kwargs)
-    if tensor.is_meta:
-        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-    if target.index >= 0:
-        dtype = kwargs.get("dtype") or tensor.dtype
-        target.ledger.check_room(tensor.numel() * dtype.itemsize)
-    result = run(op, args, kwargs)
-    block = put(result, target, kind_of_copy(tensor, block_of(tensor)))
-    non_blocking = kwargs.get("non_blocking", False)
-    block.pinned = non_blocking and target is machine.host  # as PyTorch makes it
-    transfer(machine, source, target, tensor, result, non_blocking)
-    return result
-
-
-def copy_(machine, op, work, args, kwargs):
-    """`aten.copy_`: the one operation whose operands may be on two devices."""
-    dst, src = args[:2]
-    target, source = place_of(dst), place_of(src)
-    if source is target or (source is machine.host and src.dim() == 0):
-        return compute(machine, op, work, args, kwargs)
-    result = run(op, args, kwargs)
-    non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-    transfer(machine, source, target, src, dst, non_blocking)
-    return result
-
-
-def foreach_copy_(machine, op, work, args, kwargs):
-    """`aten._foreach_copy_`: many copies in one call, each between its own two devices."""
-    non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-    for dst, src in zip(*args[:2]):
-        copy_(machine, torch.ops.aten.copy_.default, COPY, (dst, src, non_blocking), {})
-
-
-def local_scalar(machine, op, work, args, kwargs):
-    """`item`, `float`, `bool`: the host waits for the value and fetches it."""
-    result = run(op, args, kwargs)
-    fetch(args[0])
-    return result
-
-
-def resize_(machine, op, work, args, kwargs):
-    """`aten.resize_`: the block takes the new size of its storage."""
-    result = run(op, args, kwargs)
-    block = block_of(result)
-    if block is not None:
-        block.resize(result.untyped_storage().nbytes())
-    return result
-
-
-def pack_padded_sequence(machine, op, work, args, kwargs):
-    """`aten._pack_padded_sequence`: the second result, the batch sizes, stays on the host."""
-    result = compute(machine, op, work, args, kwargs)
-    result[1].untyped_storage().block = None
-    return result
-
-
-def leave_alone(machine, op, work, args, kwargs):
-    """Bookkeeping of PyTorch's own that is no work of the program."""
-    return run(op, args, kwargs)
-
-
-COPY = Work(torch.ops.aten.copy_.default)
-SPECIAL = {
-    "_to_copy": to_copy,
-    "copy_": copy_,
-    "_foreach_copy_": foreach_copy_,
-    "_local_scalar_dense": local_scalar,
-    "_pack_padded_sequence": pack_padded_sequence,
-    "resize_": resize_,
-    "resize_as_": resize_,
-    "_record_function_enter_new": leave_alone,
-    "_record_function_exit": leave_alone,
-    "device": leave_alone,
-    "set_": leave_alone,
-}
 
 
 def run(op, args, kwargs):

@@ -13,8 +13,8 @@ import functools
 import torch
 
 from . import placing
-from .copies import fetch
 from .placing import CPU, Tensor, block_of, here, on_device, place_of, place_of_device, put, state
+from .special import fetch
 
 
 class Move(torch.autograd.Function):
