@@ -7,14 +7,20 @@ these, so that what a collective costs is what its messages cost.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from . import collectives
 
 REDUCTIONS = ("sum", "avg", "max", "min")
+OTHER_HANDLE = (
+    "this handle belongs to another thread of the rank: a launched function must use the one that "
+    "it is given as its first argument, and only the program itself the program's"
+)
 
 
 class Work:
@@ -27,7 +33,7 @@ class Work:
         self._tensors = tensors
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            storage.in_flight = [*getattr(storage, "in_flight", ()), self]
+            storage.in_flight = [*in_flight(storage), weakref.ref(self)]
         return self
 
     def wait(self):
@@ -36,7 +42,7 @@ class Work:
         if self._tensors:
             for tensor in self._tensors:
                 storage = tensor.untyped_storage()
-                storage.in_flight = [work for work in storage.in_flight if work is not self]
+                storage.in_flight = [ref for ref in in_flight(storage) if ref() is not self]
             self._tensors = ()
         return result
 
@@ -46,6 +52,11 @@ class Work:
 
     def _wait(self):
         raise NotImplementedError
+
+
+def in_flight(storage) -> list[weakref.ref[Work]]:
+    """The work that fills a storage and has not been waited for."""
+    return [ref for ref in getattr(storage, "in_flight", ()) if ref() is not None]
 
 
 class Comm:
@@ -64,6 +75,7 @@ class Comm:
         self._channel = channel
         self._calls = 0
         self._groups: dict[tuple[int, ...], int] = {}
+        self._launches = 0
 
     @property
     def world_size(self) -> int:
@@ -77,12 +89,12 @@ class Comm:
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send to a rank; returns once that rank has received."""
-        self.isend(tensor, dst, tag)._wait()
+        self._wait_all((self.isend(tensor, dst, tag),))
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0) -> None:
         """Receive from a rank into `tensor`, which must have the sender's size and dtype."""
         self._check_peer(tensor, src, "receive from")
-        self._post_recv(tensor, self.ranks[src], (self._channel, tag))._wait()
+        self._wait_all((self._post_recv(tensor, self.ranks[src], (self._channel, tag)),))
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Begin to send; leave the tensor unchanged until `wait` has returned."""
@@ -96,9 +108,11 @@ class Comm:
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int, tag: int = 0) -> None:
         """Send to one rank and receive from another at the same time, which cannot deadlock."""
-        sending = self.isend(send, dst, tag)
-        self.recv(recv, src, tag)
-        sending._wait()
+        self._check_peer(send, dst, "send to")
+        self._check_peer(recv, src, "receive from")
+        key = (self._channel, tag)
+        sending = self._post_send(send, self.ranks[dst], key)
+        self._wait_all((self._post_recv(recv, self.ranks[src], key), sending))
 
     def wait_any(self, works: Sequence[Work]) -> int:
         """Wait until one of several messages (of `irecv`) has arrived; returns its position.
@@ -190,12 +204,20 @@ class Comm:
     def launch(self, function: Callable, *args) -> Work:
         """Run `function(comm, *args)` in the background of this rank; `wait` returns its result.
 
-        Launched functions run one after the other, in the order of launch, which must be the same
-        on every rank. Leave tensors among `args` alone until `wait` has returned; an optimizer
+        The function gets a handle of its own, and must use that one. Launched functions run one
+        after the other, in the order of launch, which must be the same on every rank; they cannot
+        launch others. Leave tensors among `args` alone until `wait` has returned; an optimizer
         that steps on such a gradient raises an error.
         """
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        return self._launch(function, args).keep(tensors)
+        if "launch" in self._channel:
+            raise RuntimeError(
+                "a launched function cannot launch another one, since both would wait for the one "
+                "background that a rank has: call it instead"
+            )
+        self._launches += 1
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        channel = (*self._channel, "launch", self._launches)
+        return self._launch(channel, function, args).keep(tensors)
 
     # What a backend supplies
 
@@ -205,6 +227,10 @@ class Comm:
     def _post_recv(self, tensor: Tensor, src: int, key) -> Work:
         raise NotImplementedError
 
+    def _wait_all(self, works: tuple[Work, ...]) -> None:
+        for work in works:
+            work._wait()
+
     def _wait_any(self, works: list[Work]) -> int:
         raise NotImplementedError
 
@@ -212,7 +238,7 @@ class Comm:
         """Tell the group what this rank is about to do; returns what each rank said."""
         raise NotImplementedError
 
-    def _launch(self, function: Callable, args: tuple) -> Work:
+    def _launch(self, channel, function: Callable, args: tuple) -> Work:
         raise NotImplementedError
 
     def _sub_comm(self, rank: int, ranks: Sequence[int], channel) -> Comm:
@@ -236,7 +262,7 @@ class Comm:
         mine = (name, tuple(options.items()), shapes)
         said = self._meet((self._channel, self._calls), mine)
         if any(other != mine for other in said.values()):
-            raise ValueError(disagreement(said))
+            raise ValueError(disagreement({self.ranks[rank]: said[rank] for rank in said}))
 
     def _check_rank(self, rank: int, what: str) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
@@ -272,17 +298,29 @@ class Comm:
 
     def _check_own_storage(self, tensors: Sequence[Tensor]) -> None:
         """Tensors to be filled must not be the same memory, such as [x] * world_size."""
-        seen = {}
         for position, tensor in enumerate(tensors):
-            if (
-                tensor.numel()
-                and (first := seen.setdefault(tensor.data_ptr(), position)) != position
-            ):
-                raise ValueError(
-                    f"rank {self.rank}: outputs[{first}] and outputs[{position}] are the same "
-                    "memory, so one would overwrite the other; make a tensor for each rank, such "
-                    "as [torch.empty_like(x) for _ in range(comm.world_size)]"
-                )
+            for first in range(position):
+                if overlap(tensors[first], tensor):
+                    raise ValueError(
+                        f"rank {self.rank}: outputs[{first}] and outputs[{position}] are the same "
+                        "memory, so one would overwrite the other; make a tensor for each rank, "
+                        "such as [torch.empty_like(x) for _ in range(comm.world_size)]"
+                    )
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have elements in the same memory, as far as first and last ones tell."""
+    if a.untyped_storage() is not b.untyped_storage() or not a.numel() or not b.numel():
+        return False
+    (a_first, a_last), (b_first, b_last) = reach(a), reach(b)
+    return a_first <= b_last and b_first <= a_last
+
+
+def reach(tensor: Tensor) -> tuple[int, int]:
+    """Where in its storage, in bytes, a tensor's first element begins and its last one ends."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+    first = tensor.storage_offset() * tensor.itemsize
+    return first, first + (last + 1) * tensor.itemsize - 1
 
 
 def disagreement(said: dict[int, tuple]) -> str:
@@ -300,13 +338,20 @@ def disagreement(said: dict[int, tuple]) -> str:
 
 
 def check_gradients_arrived(optimizer, args, kwargs) -> None:
-    """Refuse to step on gradients that are still on their way (an optimizer's pre-hook)."""
+    """Refuse to step on what is still being communicated (an optimizer's pre-hook)."""
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
-            if parameter.grad is None or parameter.grad.layout is not torch.strided:
-                continue
-            if getattr(parameter.grad.untyped_storage(), "in_flight", ()):
-                raise RuntimeError(
-                    f"the gradient of parameter {position}, shape {tuple(parameter.shape)}, is "
-                    "still being communicated: call wait() on its work before optimizer.step()"
-                )
+            for what, tensor in (("gradient", parameter.grad), ("value", parameter)):
+                if tensor is not None and is_under_way(tensor):
+                    raise RuntimeError(
+                        f"the {what} of parameter {position}, shape {tuple(parameter.shape)}, is "
+                        "still being communicated: call wait() on its work before optimizer.step()"
+                    )
+
+
+def is_under_way(tensor: Tensor) -> bool:
+    """Whether work that has not been waited for fills some of this tensor."""
+    if tensor.layout is not torch.strided:
+        return False
+    works = [ref() for ref in in_flight(tensor.untyped_storage())]
+    return any(overlap(tensor, other) for work in works for other in work._tensors)

@@ -8,13 +8,31 @@ from collections import ChainMap
 from collections.abc import Callable
 
 import cloudpickle
+import torch
+
+from ..vgpu import private
 
 
 class Pickler(cloudpickle.Pickler):
     """cloudpickle's, which takes functions and classes typed in cells; keeps their file names.
 
-    With the file name an error in a rank can show the line of the cell.
+    With the file name an error in a rank can show the line of the cell. Tensors travel in host
+    memory, since the GPUs of one process, virtual or not, mean nothing to another.
     """
+
+    def reducer_override(self, value):
+        if isinstance(value, torch.Tensor) and value.device.type in ("vgpu", "cuda"):
+            return in_host_memory(value).__reduce_ex__(4)
+        return super().reducer_override(value)
+
+
+def in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor in ordinary memory, at no simulated cost."""
+    with private.no_dispatch(), torch.no_grad():
+        plain = tensor.detach().cpu() if tensor.is_cuda else tensor.detach().clone()
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(plain, tensor.requires_grad)
+    return plain.requires_grad_(tensor.requires_grad)
 
 
 def reduce_code(code: types.CodeType):

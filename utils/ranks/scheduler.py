@@ -8,30 +8,35 @@ once: nothing is left that could go on.
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..vgpu import Machine, VirtualGPUMode, dispatch, private, state
+from ..vgpu import Machine, VirtualGPUMode, state
 from ..vgpu.machine import Device, Host
-from .comm import Work
 from .errors import Aborted, DeadlockError, describe_stack, failure
+from .messages import Message, deliver
+
+PATIENCE = 5  # seconds for the ranks of a failed run to end
 
 
 class Rank:
-    """What one rank has of its own besides its threads: random numbers and what it printed."""
+    """What one rank has of its own besides its threads: what it printed and returned, and more."""
 
     def __init__(self, number: int, node: str, visible: Sequence[Device]):
         self.number = number
         self.node = node
         self.visible = visible  # the devices of its own machine
         self.random_state: Tensor | None = None
+        self.default_dtype = torch.float32
         self.prints: list[str] = []
-        self.value = None
+        self.value = b""
         self.ended = False
         self.end = 0
         self.sent = 0  # messages so far
@@ -48,14 +53,15 @@ class Fiber:
         self.turn.acquire()
         self.blocked = False
         self.since = self.order = 0  # the clock when it began to wait; its place in the queue
+        self.missing = 0  # messages that it waits for; 0 if it waits for any one of several
         self.idle = idle  # waits for launched functions, and may wait for ever
-        self.why: Callable[[], str] | str = ""
+        self.why: tuple[Message, ...] | Callable[[], str] | str = ""
         self.current = scheduler.machine.devices[rank.number].number
         self.in_optimizer, self.latest = False, self.host
-        self.thread: threading.Thread | None = None
+        self.thread = threading.Thread(daemon=True, name=f"rank {rank.number}")
 
     def start(self, body: Callable[[], None]) -> None:
-        self.thread = threading.Thread(target=self._run, args=(body,), daemon=True)
+        self.thread.run = lambda: self._run(body)
         self.thread.start()
 
     def _run(self, body: Callable[[], None]) -> None:
@@ -70,8 +76,17 @@ class Fiber:
         except BaseException as error:
             scheduler.fail(failure(self.rank.number, error), error)
         self.blocked = False
-        scheduler.fibers.remove(self)
+        scheduler.fibers.discard(self)
         scheduler.hand_over(self, ended=True)
+
+    def describe(self) -> str:
+        """Who it is, what it waits for, and at which line."""
+        if isinstance(self.why, tuple):
+            waits = [message.describe() for message in self.why if not message.done]
+            why = "waits to " + " and to ".join(waits)
+        else:
+            why = self.why() if callable(self.why) else self.why
+        return f"  rank {self.rank.number} {why}{describe_stack(self.thread.ident)}"
 
 
 class Scheduler:
@@ -82,21 +97,23 @@ class Scheduler:
         machine.before_copy = self.let_others_catch_up
         self.ranks = ranks
         self.fibers: set[Fiber] = set()
+        self.threads: list[threading.Thread] = []
         self.ready: list[tuple[int, int, Fiber]] = []
         self.transfers: list[tuple[int, int, int, Message, Message]] = []
         self.posted: dict[tuple, deque[Message]] = {}
         self.lanes: dict = {}  # the background of each rank that has launched something
-        self.closing = False
+        self.closing = False  # all programs have ended: the backgrounds may end too
+        self.abandoned = False  # the run is over, though a rank would not end
         self.meetings: dict = {}  # collective calls to which not all ranks have come yet
         self.order = 0
         self.current: Fiber | None = None
-        self.drawing: Rank | None = None  # whose random state the generator holds
         self.error: BaseException | None = None
         self.cause: BaseException | None = None
         self.finished = threading.Event()
 
     def add(self, fiber: Fiber, body: Callable[[], None]) -> None:
         self.fibers.add(fiber)
+        self.threads.append(fiber.thread)
         self.wake(fiber)
         fiber.start(body)
 
@@ -108,16 +125,24 @@ class Scheduler:
         heapq.heappush(self.ready, (fiber.host.clock, self.order, fiber))
 
     def arrive(self, fiber: Fiber, time: int) -> None:
-        """Let a fiber that waits go on at a time, or before, if another message comes before."""
-        time = max(time, fiber.since)
+        """A message that a fiber waits for ends at a time (ps); it goes on if that was enough."""
+        if fiber.missing:  # it waits for all of several, and so for the last one
+            fiber.missing -= 1
+            if time > fiber.host.clock:
+                fiber.host.clock = time
+            if not fiber.missing:
+                self.wake(fiber)
+            return
+        time = max(time, fiber.since)  # it waits for the first one: this may come before others
         if fiber.blocked or time < fiber.host.clock:
             fiber.host.clock = time
             self.wake(fiber)
 
-    def block(self, why: Callable[[], str] | str, until: int | None = None) -> None:
+    def block(self, why, until: int | None = None) -> None:
         """The running fiber waits until it is woken, at the latest at the time `until`.
 
-        Raises if the run has failed meanwhile.
+        `why` is the messages that it waits for, or words for an error message. Raises if the run
+        has failed meanwhile.
         """
         fiber = self.current
         fiber.blocked, fiber.why, fiber.since = True, why, fiber.host.clock
@@ -140,6 +165,8 @@ class Scheduler:
 
     def hand_over(self, fiber: Fiber | None, ended: bool = False) -> None:
         """Let the next one run, and wait for the next turn unless the fiber has ended."""
+        if self.abandoned:
+            return
         successor = self.next()
         if successor is None and self.fibers:
             self.stop_waiting()
@@ -152,11 +179,14 @@ class Scheduler:
         if fiber is not None:
             fiber.current, fiber.in_optimizer = state.current, state.in_optimizer
             fiber.latest = state.latest
+            fiber.rank.default_dtype = torch.get_default_dtype()
         self.current = successor
         self.machine.host = successor.host
         state.current, state.in_optimizer = successor.current, successor.in_optimizer
         state.visible = successor.rank.visible
         state.latest = successor.latest
+        if successor.rank.default_dtype is not torch.get_default_dtype():
+            torch.set_default_dtype(successor.rank.default_dtype)
         successor.turn.release()
         if fiber is not None and not ended:
             fiber.turn.acquire()
@@ -167,12 +197,14 @@ class Scheduler:
         while ready or transfers:
             if transfers and (not ready or transfers[0][0] <= ready[0][0]):
                 *_, send, recv = heapq.heappop(transfers)
-                self.deliver(send, recv)
+                deliver(self, send, recv)
             else:
                 _, order, fiber = heapq.heappop(ready)
                 if order == fiber.order:  # it has not been called to an earlier time meanwhile
                     return fiber
         return None
+
+    # Ends, good and bad
 
     def stop_waiting(self) -> None:
         """Nothing can go on: all have ended, or it is a deadlock. Wake everyone to leave."""
@@ -186,7 +218,7 @@ class Scheduler:
         """End the run: the first error counts."""
         if self.error is None:
             self.error, self.cause = error, cause
-        for fiber in self.fibers:
+        for fiber in list(self.fibers):
             if fiber.blocked:
                 self.wake(fiber)
 
@@ -196,118 +228,30 @@ class Scheduler:
             (fiber for fiber in self.fibers if not fiber.idle),
             key=lambda fiber: (fiber.rank.number, fiber.host.rows),
         )
-        lines = []
-        for fiber in waiting:
-            why = fiber.why() if callable(fiber.why) else fiber.why
-            where = describe_stack(fiber.thread.ident)
-            lines.append(f"  rank {fiber.rank.number} {why}{where}")
         return DeadlockError(
             "deadlock: every rank that has not ended waits, and nothing can go on\n"
-            + "\n".join(lines)
+            + "\n".join(fiber.describe() for fiber in waiting)
         )
 
-    def ended(self, rank: int) -> str:
-        return ", which has ended" if self.ranks[rank].ended else ""
+    def name(self, rank: int) -> str:
+        """A rank in an error message."""
+        return f"rank {rank}" + (", which has ended" if self.ranks[rank].ended else "")
 
-    # Messages
+    def stop(self, error: BaseException) -> None:
+        """End every rank from outside: those that wait are woken, the one that runs interrupted.
 
-    def post(self, message: Message, opposite: tuple) -> None:
-        """Pair a message's end with the other end, if that has been posted."""
-        waiting = self.posted.get(opposite)
-        if not waiting:
-            self.posted.setdefault(message.key, deque()).append(message)
-            return
-        other = waiting.popleft()
-        if not waiting:
-            del self.posted[opposite]
-        send, recv = (message, other) if message.sends else (other, message)
-        time = max(send.time, recv.time)
-        if send.span is not None and send.span.ready > time:
-            time = send.span.ready
-        self.order += 1
-        heapq.heappush(self.transfers, (time, send.turn, self.order, send, recv))
-
-    def deliver(self, send: Message, recv: Message) -> None:
-        """Carry out a message: its bytes, its time on the wires, and wake who waits for it."""
-        source, target = send.tensor, recv.tensor
-        if source.numel() != target.numel() or source.dtype != target.dtype:
-            error = ValueError(
-                f"rank {send.rank} sends {words(source)} to rank {recv.rank}, which receives "
-                f"{words(target)}; make the two equal"
-            )
-            self.fail(error)
-            return
-        start = max(send.time, recv.time)
-        end = self.machine.transfer(
-            "message", source.nbytes, send.place, recv.place, send.span, recv.span, start
-        )
-        if recv.holds_data:
-            private.copy_bytes(source, target)
-        for message in (send, recv):
-            message.done, message.end = True, end
-            if message.waiter is not None:
-                fiber, message.waiter = message.waiter, None
-                self.arrive(fiber, end)
-
-    # Random numbers
-
-    def claim_random_state(self) -> None:
-        """Let the generator hold the state of the rank that runs, as in a process of its own."""
-        rank = self.current.rank
-        if rank is self.drawing:
-            return
-        if self.drawing is not None:
-            self.drawing.random_state = torch.default_generator.get_state()
-        self.drawing = rank
-        if rank.random_state is None:
-            torch.default_generator.manual_seed(rank.number)
-        else:
-            torch.default_generator.set_state(rank.random_state)
-
-
-def words(tensor: Tensor) -> str:
-    """A tensor's size in words, such as `3 float32 values`."""
-    return f"{tensor.numel()} {str(tensor.dtype)[6:]} value{'s' * (tensor.numel() != 1)}"
-
-
-class Message(Work):
-    """One end of a message."""
-
-    __slots__ = ("scheduler", "tensor", "rank", "peer", "key", "sends", "time", "turn", "place",
-                 "span", "done", "end", "waiter", "holds_data")  # fmt: skip
-
-    def __init__(
-        self, scheduler: Scheduler, tensor: Tensor, rank: int, peer: int, key, sends: bool
-    ):
-        self.scheduler = scheduler
-        self.tensor = tensor
-        self.rank, self.peer, self.sends = rank, peer, sends
-        self.key = (sends, rank, peer, key)
-        self.place = dispatch.place_of(tensor)
-        self.span = dispatch.span_of(tensor)
-        self.holds_data = type(tensor).__name__ != "FakeTensor"
-        host = scheduler.machine.host
-        host.clock += self.place.launch
-        self.time = host.clock
-        # Of messages posted at one time, every rank's first goes before anyone's second.
-        self.turn = scheduler.ranks[rank].sent
-        scheduler.ranks[rank].sent += sends
-        self.done, self.end = False, 0
-        self.waiter: Fiber | None = None
-        scheduler.post(self, (not sends, peer, rank, key))
-
-    def is_completed(self) -> bool:
-        return self.done
-
-    def _wait(self) -> None:
-        scheduler = self.scheduler
-        if not self.done:
-            self.waiter = scheduler.current
-            scheduler.block(self.describe)
-        elif self.end > scheduler.machine.host.clock:
-            scheduler.machine.host.clock = self.end
-
-    def describe(self) -> str:
-        verb = "send {} to" if self.sends else "receive {} from"
-        ended = self.scheduler.ended(self.peer)
-        return f"waits to {verb.format(words(self.tensor))} rank {self.peer}{ended}"
+        A rank that stays in a call of C code, which nothing interrupts, is left behind; it ends as
+        soon as it comes back from there.
+        """
+        self.error = self.error or error
+        deadline = time.monotonic() + PATIENCE
+        while not self.finished.wait(0.05) and time.monotonic() < deadline:
+            fiber = self.current
+            if fiber is None or not fiber.thread.is_alive():  # it fell between two of our lines
+                self.fibers.discard(fiber)
+                self.hand_over(None)
+            else:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(fiber.thread.ident), ctypes.py_object(Aborted)
+                )
+        self.abandoned = True

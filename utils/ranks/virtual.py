@@ -3,279 +3,192 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import vgpu
 from ..hardware import Server
 from ..timeline import Timeline
-from ..vgpu import dispatch, private, state
-from .comm import Comm, Work
-from .errors import Aborted, RankError, describe_stack
+from ..vgpu import state
+from ..vgpu.machine import PICOSECONDS, Machine
+from .background import Lane
+from .comm import OTHER_HANDLE, Comm, Work, check_gradients_arrived
+from .errors import RankError, describe_stack
+from .messages import Message, wait_for, wait_for_any
 from .packing import pack, unpack
 from .result import Result
-from .scheduler import Fiber, Message, Rank, Scheduler
+from .scheduler import Fiber, Rank, Scheduler
+from .surroundings import own_surroundings, threads_of_a_rank
+
+alone = threading.Lock()  # there is one simulated machine at a time
 
 
 class Meeting:
     """What the ranks of a group said when they came to a collective call; takes no time."""
 
-    def __init__(self, comm: VirtualComm):
-        self.comm = comm
+    def __init__(self, comm: VirtualComm, name: str):
+        self.comm, self.name = comm, name
         self.said: dict[int, tuple] = {}
         self.waiting: list[Fiber] = []
+
+    def why(self) -> str:
+        missing = [rank for rank in range(self.comm.world_size) if rank not in self.said]
+        names = [self.comm._scheduler.name(self.comm.ranks[rank]) for rank in missing]
+        return f"waits in {self.name} for {'; '.join(names)}"
 
 
 class VirtualComm(Comm):
     """A virtual rank's handle."""
 
-    def __init__(self, scheduler: Scheduler, rank: int, ranks, device, channel=()):
+    def __init__(self, fiber: Fiber, rank: int, ranks, device, channel=()):
         super().__init__(rank, ranks, device, channel)
-        self._scheduler = scheduler
+        self._fiber = fiber
+        self._scheduler = fiber.scheduler
         self._number = self.ranks[rank]
 
-    def _post_send(self, tensor: Tensor, dst: int, key) -> Work:
+    def _check_owner(self) -> None:
+        """A handle belongs to the program, or to the launched function that was given it."""
+        if self._scheduler.current is not self._fiber:
+            raise RuntimeError(OTHER_HANDLE)
+
+    def _post_send(self, tensor: Tensor, dst: int, key) -> Message:
+        self._check_owner()
         return Message(self._scheduler, tensor, self._number, dst, key, sends=True)
 
-    def _post_recv(self, tensor: Tensor, src: int, key) -> Work:
+    def _post_recv(self, tensor: Tensor, src: int, key) -> Message:
+        self._check_owner()
         return Message(self._scheduler, tensor, self._number, src, key, sends=False)
 
-    def _wait_any(self, works: list[Work]) -> int:
-        scheduler, clock = self._scheduler, self._scheduler.machine.host.clock
-        ends = [work.end for work in works if work.done]
-        if not ends or min(ends) > clock:
-            under_way = [work for work in works if not work.done]
-            for work in under_way:
-                work.waiter = scheduler.current
+    def _wait_all(self, works: tuple[Message, ...]) -> None:
+        wait_for(self._scheduler, works)
 
-            def why() -> str:
-                peers = [f"{work.peer}{scheduler.ended(work.peer)}" for work in under_way]
-                return f"waits for the first message from any of ranks {'; '.join(peers)}"
-
-            scheduler.block(why, min(ends, default=None))
-            for work in under_way:
-                work.waiter = None
-        done = [position for position, work in enumerate(works) if work.done]
-        return min(done, key=lambda position: works[position].end)
+    def _wait_any(self, works: list[Message]) -> int:
+        return wait_for_any(self._scheduler, works)
 
     def time(self) -> float:
-        return self._scheduler.machine.host.clock / vgpu.machine.PICOSECONDS
+        return self._fiber.host.clock / PICOSECONDS
 
     def _meet(self, key, description: tuple) -> dict[int, tuple]:
+        self._check_owner()
         scheduler = self._scheduler
-        meeting = scheduler.meetings.setdefault(key, Meeting(self))
+        meeting = scheduler.meetings.get(key)
+        if meeting is None:
+            meeting = scheduler.meetings[key] = Meeting(self, description[0])
         meeting.said[self.rank] = description
         if len(meeting.said) < self.world_size:
-            meeting.waiting.append(scheduler.current)
-
-            def why() -> str:
-                missing = [rank for rank in range(self.world_size) if rank not in meeting.said]
-                which = ", ".join(f"{r}{scheduler.ended(self.ranks[r])}" for r in missing)
-                return f"waits in {description[0]} for rank{'s' * (len(missing) > 1)} {which}"
-
-            scheduler.block(why)
+            meeting.waiting.append(self._fiber)
+            scheduler.block(meeting.why)
         else:
             del scheduler.meetings[key]
             for fiber in meeting.waiting:
                 scheduler.wake(fiber)
         return meeting.said
 
-    def _launch(self, function: Callable, args: tuple) -> Work:
+    def _launch(self, channel, function: Callable, args: tuple) -> Work:
+        self._check_owner()
         lanes = self._scheduler.lanes
         if self._number not in lanes:
             lanes[self._number] = Lane(self._scheduler, self._number)
-        return lanes[self._number].launch(self, function, args)
+        lane = lanes[self._number]
+        own = VirtualComm(lane.fiber, self.rank, self.ranks, self.device, channel)
+        return lane.launch(own, function, args)
 
     def _sub_comm(self, rank: int, ranks, channel) -> Comm:
-        return VirtualComm(self._scheduler, rank, ranks, self.device, channel)
-
-
-class Job(Work):
-    """A launched function: under way until its lane has run it."""
-
-    def __init__(self, scheduler: Scheduler, comm: Comm, function: Callable, args: tuple):
-        self.scheduler, self.comm, self.function, self.args = scheduler, comm, function, args
-        self.time = scheduler.machine.host.clock
-        self.done, self.end, self.result = False, 0, None
-        self.waiter: Fiber | None = None
-
-    def is_completed(self) -> bool:
-        return self.done
-
-    def _wait(self):
-        scheduler = self.scheduler
-        if not self.done:
-            self.waiter = scheduler.current
-            name = getattr(self.function, "__name__", "a function")
-            scheduler.block(f"waits for {name}, which it launched")
-        scheduler.machine.advance_host(self.end)
-        return self.result
-
-
-class Lane:
-    """The background of a rank: runs what was launched, one function after the other."""
-
-    def __init__(self, scheduler: Scheduler, number: int):
-        self.scheduler = scheduler
-        self.jobs: deque[Job] = deque()
-        self.count = 0
-        rank = scheduler.ranks[number]
-        self.fiber = Fiber(scheduler, rank, f"background {number}", idle=True)
-        scheduler.add(self.fiber, self.serve)
-
-    def launch(self, comm: VirtualComm, function: Callable, args: tuple) -> Job:
-        self.count += 1
-        channel = (*comm._channel, "launch", self.count)
-        own = VirtualComm(self.scheduler, comm.rank, comm.ranks, comm.device, channel)
-        job = Job(self.scheduler, own, function, args)
-        self.jobs.append(job)
-        if self.fiber.blocked and self.fiber.idle:
-            self.fiber.host.clock = max(self.fiber.host.clock, job.time)
-            self.scheduler.wake(self.fiber)
-            self.fiber.idle = False
-        return job
-
-    def serve(self) -> None:
-        """Run jobs until the run ends."""
-        scheduler, fiber = self.scheduler, self.fiber
-        while True:
-            while self.jobs:
-                fiber.idle = False
-                job = self.jobs.popleft()
-                fiber.host.clock = max(fiber.host.clock, job.time)
-                job.result = job.function(job.comm, *job.args)
-                scheduler.machine.synchronize([scheduler.machine.devices[fiber.rank.number]])
-                job.done, job.end = True, fiber.host.clock
-                if job.waiter is not None:
-                    waiter, job.waiter = job.waiter, None
-                    waiter.host.clock = max(waiter.host.clock, job.end)
-                    scheduler.wake(waiter)
-            fiber.idle = True
-            scheduler.block("has nothing launched to do")
-            if scheduler.closing:
-                return
-
-
-class RankOutput:
-    """Stands for `sys.stdout` during a run: each rank's prints go to that rank's list."""
-
-    def __init__(self, scheduler: Scheduler, original):
-        self.scheduler, self.original = scheduler, original
-
-    def write(self, text: str) -> int:
-        fiber = self.scheduler.current
-        if fiber is None or threading.current_thread() is not fiber.thread:
-            return self.original.write(text)
-        fiber.rank.prints.append(text)
-        return len(text)
-
-    def flush(self) -> None:
-        self.original.flush()
-
-    def __getattr__(self, name):
-        return getattr(self.original, name)
+        return VirtualComm(self._fiber, rank, ranks, self.device, channel)
 
 
 def run_virtual(program: Callable, args: tuple, ranks: int, server: Server, name: str,
                 timeout: float | None, record: bool) -> Result:  # fmt: skip
     """Run a program on virtual ranks; see `run`."""
     payload = pack((program, args), f"{getattr(program, '__name__', program)} or its arguments")
-    hosts = [node_of_host(server, rank) for rank in range(ranks)]
-    with simulated_server(server, hosts) as (machine, visible):
-        scheduler = Scheduler(machine, [Rank(r, hosts[r], visible[r]) for r in range(ranks)])
-        for number, rank in enumerate(scheduler.ranks):
-            device = machine.devices[number].torch_device
-            comm = VirtualComm(scheduler, number, range(ranks), device)
-            fiber = Fiber(scheduler, rank, f"host{number}")
-            scheduler.add(fiber, lambda rank=rank, comm=comm: play(scheduler, rank, comm, payload))
+    if getattr(threading.current_thread(), "is_rank", False):
+        raise RuntimeError("a rank cannot call run: call it outside, or use comm.group for some")
+    nodes = nodes_of_hosts(server)
+    with alone, simulated_server(server) as (machine, visible):
+        scheduler = Scheduler(machine, [Rank(r, nodes[r], visible[r]) for r in range(ranks)])
         recording = vgpu.Recording(machine)
-        random_state = torch.get_rng_state()
-        output, sys.stdout = sys.stdout, RankOutput(scheduler, sys.stdout)
-        state.before_random = scheduler.claim_random_state
+        hook = register_optimizer_step_pre_hook(check_gradients_arrived)
         try:
-            with recording if record else contextlib.nullcontext():
-                begin_and_wait(scheduler, timeout)
+            with own_surroundings(scheduler), recording if record else contextlib.nullcontext():
+                run_all(scheduler, payload, timeout)
                 machine.host.clock = max(
                     [rank.end for rank in scheduler.ranks]
                     + [device.end for device in machine.devices]
                 )
         finally:
-            sys.stdout, state.before_random = output, None
-            torch.set_rng_state(random_state)
-        if scheduler.error is not None:
-            raise scheduler.error from scheduler.cause
-        values = [to_host(rank.value) for rank in scheduler.ranks]
-    timeline = Timeline(
-        recording.events if record else [],
-        [f"gpu{number}" for number in range(ranks)],
-        True,
-        name,
-        [dict(device.ledger.peak_by_kind) for device in machine.devices],
-        machine.host.clock / vgpu.machine.PICOSECONDS,
-    )
-    return Result(values, timeline, ["".join(rank.prints) for rank in scheduler.ranks])
+            hook.remove()
+        prints = ["".join(rank.prints) for rank in scheduler.ranks]
+        timeline = Timeline(
+            recording.events if record else [],
+            [f"gpu{number}" for number in range(ranks)],
+            True,
+            name,
+            [dict(device.ledger.peak_by_kind) for device in machine.devices],
+            machine.host.clock / PICOSECONDS,
+        )
+    if scheduler.error is not None:
+        Result([], timeline, prints).replay()
+        raise scheduler.error from scheduler.cause
+    return Result([unpack(rank.value) for rank in scheduler.ranks], timeline, prints)
 
 
-def play(scheduler: Scheduler, rank, comm: Comm, payload: bytes) -> None:
+def run_all(scheduler: Scheduler, payload: bytes, timeout: float | None) -> None:
+    """Let every rank run to its end; ends them on time-out, or when something is raised here."""
+    threads = threads_of_a_rank(len(scheduler.ranks))
+    try:
+        for number, rank in enumerate(scheduler.ranks):
+            fiber = Fiber(scheduler, rank, f"host{number}")
+            scheduler.add(fiber, lambda fiber=fiber: play(fiber, payload, threads))
+        scheduler.hand_over(None)
+        if not scheduler.finished.wait(timeout):
+            late = scheduler.current
+            raise RankError(
+                f"the run did not end within {timeout:g} s; rank {late.rank.number} is still "
+                f"running{describe_stack(late.thread.ident)}"
+            )
+    except BaseException as error:
+        scheduler.stop(error)
+    for thread in scheduler.threads:
+        thread.join(0.1)
+
+
+def play(fiber: Fiber, payload: bytes, threads: int) -> None:
     """A rank's life: its own copy of the program, as in a process of its own."""
-    program, args = unpack(payload)
-    rank.value = program(comm, *args)
+    scheduler, rank = fiber.scheduler, fiber.rank
+    fiber.thread.is_rank = True
+    torch.set_num_threads(threads)
     device = scheduler.machine.devices[rank.number]
+    comm = VirtualComm(fiber, rank.number, range(len(scheduler.ranks)), device.torch_device)
+    program, args = unpack(payload)
+    value = program(comm, *args)
     scheduler.machine.synchronize([device])
-    rank.end = scheduler.machine.host.clock
+    rank.value = pack(value, "the value that the program returned")
+    rank.end = fiber.host.clock
     rank.ended = True
 
 
-def begin_and_wait(scheduler: Scheduler, timeout: float | None) -> None:
-    """Let the first rank run, and wait until all have ended; ends them on time-out or interrupt."""
-    scheduler.hand_over(None)
-    try:
-        if not scheduler.finished.wait(timeout):
-            thread = scheduler.current.thread
-            error = RankError(
-                f"the run did not end within {timeout:g} s; rank {scheduler.current.rank.number} "
-                f"is still running{describe_stack(thread.ident)}"
-            )
-            stop(scheduler, error)
-    except KeyboardInterrupt:
-        stop(scheduler, KeyboardInterrupt("the run was interrupted; all its ranks have ended"))
-
-
-def stop(scheduler: Scheduler, error: BaseException) -> None:
-    """End every rank: those that wait are woken, the one that runs is interrupted."""
-    scheduler.error = error
-    for _ in range(100):
-        fiber = scheduler.current
-        if scheduler.finished.is_set():
-            return
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(fiber.thread.ident), ctypes.py_object(Aborted)
-        )
-        if scheduler.finished.wait(0.05):
-            return
-
-
 @contextlib.contextmanager
-def simulated_server(server: Server, hosts: Sequence[str]):
+def simulated_server(server: Server) -> Iterator[tuple[Machine, dict]]:
     """Put a fresh simulated machine in the place of the current cluster for the time of a run.
 
     Yields it, and for each rank the devices that it sees: those of its own machine.
     """
     groups: dict[tuple, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        seen = hosts[:rank].count(host) if len(set(hosts)) > 1 else rank
-        groups.setdefault((host, seen // vgpu.MOST_DEVICES), []).append(rank)
+    counts: Counter = Counter()
+    for rank, first in enumerate(machines_of_gpus(server)):
+        group = (first, counts[first] // vgpu.MOST_DEVICES)
+        groups.setdefault(group, []).append(rank)
+        counts[first] += 1
     numbers = {rank: number for group in groups.values() for number, rank in enumerate(group)}
-    before = state.machine, state.visible, state.current, state.latest
+    kept = ("machine", "visible", "current", "latest", "in_optimizer")
+    before = {name: getattr(state, name) for name in kept}
     try:
-        machine = vgpu.start(server, [numbers[rank] for rank in range(len(hosts))])
+        machine = vgpu.start(server, [numbers[rank] for rank in range(server.gpus)])
         visible = {
             rank: [machine.devices[member] for member in group]
             for group in groups.values()
@@ -283,20 +196,32 @@ def simulated_server(server: Server, hosts: Sequence[str]):
         }
         yield machine, visible
     finally:
-        state.machine, state.visible, state.current, state.latest = before
+        for name, value in before.items():
+            setattr(state, name, value)
 
 
-def node_of_host(server: Server, rank: int) -> str:
-    """The host processor nearest to a GPU: that of its own machine."""
+def nodes_of_hosts(server: Server) -> list[str]:
+    """For each GPU the host processor nearest to it, in its own machine."""
     hosts = [node for node in server.neighbours if node.startswith("cpu")]
-    return min(hosts, key=lambda node: (len(server.route(f"gpu{rank}", node)), hosts.index(node)))
+    nearest = spread(server, {host: host for host in hosts})
+    return [nearest[f"gpu{rank}"] for rank in range(server.gpus)]
 
 
-def to_host(value):
-    """The values with their tensors as plain CPU tensors, as they come back from a process."""
+def machines_of_gpus(server: Server) -> list[str]:
+    """For each GPU the name of its machine's first node: what is linked not by the network only."""
+    found: dict[str, str] = {}
+    for node in server.neighbours:
+        if node != "network" and node not in found:
+            found |= spread(server, {node: node})
+    return [found[f"gpu{rank}"] for rank in range(server.gpus)]
 
-    def plain(tensor: Tensor) -> Tensor:
-        with private.no_dispatch(), torch.no_grad():
-            return tensor.detach().clone() if dispatch.block_of(tensor) is not None else tensor
 
-    return tree_map_only(Tensor, plain, value)
+def spread(server: Server, labels: dict) -> dict:
+    """Give each node the label of the nearest one that has a label, not over the network."""
+    queue = list(labels)
+    for node in queue:  # breadth first: the list grows while it is walked
+        for other, _ in server.neighbours[node]:
+            if other not in labels and other != "network":
+                labels[other] = labels[node]
+                queue.append(other)
+    return labels

@@ -174,8 +174,8 @@ class ProcessComm(Comm):
                 said[rank] = description if text == shorten(mine) else parse(text)
         return said
 
-    def _launch(self, function: Callable, args: tuple) -> Work:
-        return self._process.launch(self, function, args)
+    def _launch(self, channel, function: Callable, args: tuple) -> Work:
+        return self._process.launch(self, channel, function, args)
 
     def _sub_comm(self, rank: int, ranks, channel) -> Comm:
         return ProcessComm(self._process, self._lane, rank, ranks, channel)
@@ -226,7 +226,6 @@ class Process:
         else:
             self.transport = GlooTransport(job.rank, job.ranks)
         self.pool: ThreadPoolExecutor | None = None
-        self.launched = 0
         self.start = time.perf_counter()
         self.messages: list[tuple] = []
         self.waits: list[tuple[float, float]] = []
@@ -245,11 +244,9 @@ class Process:
     def note_message(self, src: int, dst: int, start: float, nbytes: int) -> None:
         self.messages.append((src, dst, start, time.perf_counter(), nbytes))
 
-    def launch(self, comm: ProcessComm, function: Callable, args: tuple) -> Work:
+    def launch(self, comm: ProcessComm, channel, function: Callable, args: tuple) -> Work:
         if self.pool is None:
             self.pool = ThreadPoolExecutor(1, thread_name_prefix="background")
-        self.launched += 1
-        channel = (*comm._channel, "launch", self.launched)
         own = ProcessComm(self, 1, comm.rank, comm.ranks, channel)
         return Launched(self, comm._lane, self.pool.submit(function, own, *args))
 
