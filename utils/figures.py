@@ -111,34 +111,35 @@ def _draw_cells(ax, cells, size=0.86):
     n = len(cells[0][0])
     columns = math.ceil(math.sqrt(n))
     width = size / columns
+    height = math.ceil(n / columns) * width
     squares, frames = {}, []
     for counts, left, top in cells:
         for k, count in enumerate(counts):
             x = left + 0.07 + k % columns * width
-            y = top + 0.07 + k // columns * width
+            y = top + 0.5 - height / 2 + k // columns * width
             colour = plots.rank_colour(k) if count else plots.IDLE
-            squares.setdefault(colour, []).append((x, y, width))
+            squares.setdefault(colour, []).append((x, y, width, width))
             if count:
                 text = str(k) if count == 1 else f"{count}×{k}"
                 digit = ax.text(x + width / 2, y + width / 2, text, ha="center", va="center",
                                 fontsize=_digit_size(ax, n), color=_on(colour))  # fmt: skip
                 digit.set_in_layout(False)  # it never sticks out, and asking takes time
         if all(counts):
-            frames.append((left + 0.05, top + 0.05, size + 0.04))
+            frames.append((left + 0.05, top + 0.48 - height / 2, size + 0.04, height + 0.04))
     for colour, places in squares.items():
-        _draw_squares(ax, places, facecolor=colour, edgecolor="white", linewidth=0.8)
-    _draw_squares(ax, frames, fill=False, edgecolor=plots.HOST, linewidth=1.8, zorder=3)
+        _draw_boxes(ax, places, facecolor=colour, edgecolor="white", linewidth=0.8)
+    _draw_boxes(ax, frames, fill=False, edgecolor=plots.HOST, linewidth=1.8, zorder=3)
 
 
-def _draw_squares(ax, places, **look):
-    """Squares (left, top, width) as one path, which keeps the drawing quick and its file small."""
-    codes = [Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY] * len(places)
+def _draw_boxes(ax, boxes, **look):
+    """Boxes (left, top, width, height) as one path: quick to draw, and a small file."""
+    codes = [Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY] * len(boxes)
     corners = [
         corner
-        for x, y, width in places
-        for corner in ((x, y), (x + width, y), (x + width, y + width), (x, y + width), (x, y))
+        for x, y, w, h in boxes
+        for corner in ((x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y))
     ]
-    if places:
+    if boxes:
         ax.add_patch(PathPatch(Path(corners, codes), **look))
 
 

@@ -22,7 +22,8 @@ if "google.colab" in sys.modules:
 
     course = "/content/{name}"
     if not os.path.isdir(course + "/utils"):
-        clone = ["git", "clone", "--quiet", "--depth=1", "{repository}"]
+        repository = "{repository}"
+        clone = ["git", "clone", "--quiet", "--depth=1", repository]
         subprocess.run([*clone, course], check=True)
     packages = {{"d2l": "d2l==1.0.3", "mlxtend": "mlxtend"}}
     missing = [packages[name] for name in packages if importlib.util.find_spec(name) is None]
