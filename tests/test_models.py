@@ -64,3 +64,16 @@ def test_resnet18_on_a_virtual_gpu_without_data():
         assert {p.grad.device for p in net.parameters()} == {cluster.devices[1]}
     finally:
         vgpu.stop()
+
+
+@pytest.mark.parametrize("device", ["meta", "vgpu", "vgpu:1", "cpu"])
+def test_networks_on_any_default_device_beside_a_cluster(device):
+    try:
+        cluster = Cluster(2, quiet=True)
+        with torch.device(device):
+            net = resnet18()  # its layers call torch.tensor
+        expected = torch.device("vgpu:0") if device == "vgpu" else torch.device(device)
+        assert {t.device for t in (*net.parameters(), *net.buffers())} == {expected}
+        assert cluster.memory()["in use"].max() < 50
+    finally:
+        vgpu.stop()

@@ -14,6 +14,11 @@ from . import private
 from .placing import CPU, GENERATORS, Tensor, device_at, here, on_device, place_of, state
 
 
+def default_device() -> torch.device:
+    """Where a new tensor would be now. `torch.get_default_device` may ask `torch.tensor` itself."""
+    return torch.empty(0).device
+
+
 def from_data(original):
     """Wrap a function that makes a tensor from data, such as `torch.tensor`."""
 
@@ -29,7 +34,7 @@ def from_data(original):
             return original(*args, **kwargs)
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         if device is None:
-            device = data.device if isinstance(data, Tensor) else torch.get_default_device()
+            device = data.device if isinstance(data, Tensor) else default_device()
         device = torch.device(device) if not isinstance(device, torch.device) else device
         if isinstance(data, Tensor) and on_device(data):
             if original.__name__ == "tensor":
@@ -58,7 +63,7 @@ def from_parts(original, *names: str):
         parts.update((name, kwargs[name]) for name in names if name in kwargs)
         if device is None and isinstance(parts.get("values"), Tensor):
             device = parts["values"].device
-        device = torch.get_default_device() if device is None else torch.device(device)
+        device = default_device() if device is None else torch.device(device)
         if device.type != "vgpu":
             return original(*args, device=device, **kwargs)
         if "values" not in parts:  # an empty one of a given size
