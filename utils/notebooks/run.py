@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import threading
 import time
 
@@ -141,7 +142,7 @@ def execute(path):
     client = Client(notebook, path.parent)
     problem = None
     try:
-        client.execute()
+        client.execute(stderr=subprocess.DEVNULL)  # cells' own stderr comes by message
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         problem = f"cell {client.cell}: {error}"
     finally:
