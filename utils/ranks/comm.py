@@ -32,8 +32,7 @@ class Work:
         """Note on tensors that this work fills them, so that nobody steps on them too early."""
         self._tensors = tensors
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            storage.in_flight = [*in_flight(storage), weakref.ref(self)]
+            in_flight(tensor).add(self)
         return self
 
     def wait(self):
@@ -41,8 +40,7 @@ class Work:
         result = self._wait()
         if self._tensors:
             for tensor in self._tensors:
-                storage = tensor.untyped_storage()
-                storage.in_flight = [ref for ref in in_flight(storage) if ref() is not self]
+                in_flight(tensor).discard(self)
             self._tensors = ()
         return result
 
@@ -54,9 +52,13 @@ class Work:
         raise NotImplementedError
 
 
-def in_flight(storage) -> list[weakref.ref[Work]]:
-    """The work that fills a storage and has not been waited for."""
-    return [ref for ref in getattr(storage, "in_flight", ()) if ref() is not None]
+def in_flight(tensor: Tensor) -> weakref.WeakSet[Work]:
+    """The work that fills a tensor's storage and has not been waited for."""
+    storage = tensor.untyped_storage()
+    works = getattr(storage, "in_flight", None)
+    if works is None:
+        works = storage.in_flight = weakref.WeakSet()
+    return works
 
 
 class Comm:
@@ -353,5 +355,4 @@ def is_under_way(tensor: Tensor) -> bool:
     """Whether work that has not been waited for fills some of this tensor."""
     if tensor.layout is not torch.strided:
         return False
-    works = [ref() for ref in in_flight(tensor.untyped_storage())]
-    return any(overlap(tensor, other) for work in works for other in work._tensors)
+    return any(overlap(tensor, other) for work in in_flight(tensor) for other in work._tensors)

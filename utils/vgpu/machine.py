@@ -93,9 +93,6 @@ class Route:
         self.latency = round(latency * PICOSECONDS)
         self.byte = PICOSECONDS / bandwidth
 
-    def duration(self, nbytes: int) -> int:
-        return self.latency + round(nbytes * self.byte)
-
 
 class Machine:
     """A server whose devices and wires keep simulated time."""
@@ -193,23 +190,26 @@ class Machine:
         if src is not None and src.ready > start:
             start = src.ready
         if dst is not None:
-            start = max(start, dst.ready, dst.used)
+            if dst.ready > start:
+                start = dst.ready
+            if dst.used > start:
+                start = dst.used
         for wire in route.wires:
             if wire.free > start:
                 start = wire.free
-        end = start + route.duration(nbytes)
+        end = start + route.latency + round(nbytes * route.byte)
         for wire in route.wires:
             wire.free = end
         if src is not None and end > src.used:
             src.used = end
         if dst is not None:
             dst.ready = end
-        ends = tuple(place for place in (source, target) if place.index >= 0)
-        for place in ends:
-            if end > place.end:
-                place.end = end
+        if source.index >= 0 and end > source.end:
+            source.end = end
+        if target.index >= 0 and end > target.end:
+            target.end = end
         if self.recordings:
-            devices = tuple(place.index for place in ends)
+            devices = tuple(place.index for place in (source, target) if place.index >= 0)
             self.note(name, "communication", route.names, start, end, devices, nbytes)
         return end
 
