@@ -6,7 +6,7 @@ the cell's output beside the sliders, so a saved notebook shows it to those who 
 
 from IPython.display import display
 
-from utils import figures, plots
+from utils import figures, plots, step_time
 
 
 def show_view(draw, describe, make_sliders, **values):
@@ -78,4 +78,31 @@ def all_reduce_view(bandwidth=16, n=8):
     show_view(
         figures.draw_all_reduce_times, figures.describe_all_reduce_times, make_sliders,
         bandwidth=bandwidth, n=n,
+    )  # fmt: skip
+
+
+def step_time_view(network="ResNet-18", rows=256, gpus=8, server="dgx1-v100"):
+    """Chapter 04: where a step's time goes for another batch, number of GPUs and server."""
+
+    def make_sliders(ipywidgets):
+        wide = {"style": {"description_width": "6em"}}
+        return {
+            "network": ipywidgets.Dropdown(
+                value=network, options=list(step_time.NETWORKS), description="network", **wide
+            ),
+            "rows": ipywidgets.SelectionSlider(
+                value=rows, options=[2**i for i in range(5, 14)], description="batch size", **wide
+            ),
+            "gpus": ipywidgets.SelectionSlider(
+                value=gpus, options=[1, 2, 4, 8], description="GPUs", **wide
+            ),
+            "server": ipywidgets.Dropdown(
+                value=server, options=["pcie-switch", "dgx1-v100", "dgx-a100", "hgx-h200"],
+                description="server", **wide,
+            ),
+        }  # fmt: skip
+
+    show_view(
+        step_time.draw_step_times, step_time.describe_step_times, make_sliders,
+        network=network, rows=rows, gpus=gpus, server=server,
     )  # fmt: skip
