@@ -136,7 +136,8 @@ def ring_all_gather(parts: list[list[Tensor]]) -> None:
 def ring_all_reduce(tensors: list[Tensor]) -> None:
     """Reduce-scatter, then all-gather around the ring in which the tensors are listed. In place.
 
-    Each device sends 2(n-1) parts of 1/n; no algorithm gets by with less (Patarasuk & Yuan, 2009).
+    Each device sends 2(n-1) parts of 1/n. In no algorithm does the busiest device send less
+    (Patarasuk & Yuan, 2009).
     """
     check_tensors(tensors)
     with cut(tensors) as parts:
