@@ -220,6 +220,20 @@ def test_with_links_of_a_kind_that_is_not_there():
         get_server("pcie-switch").with_links("NVLink", bandwidth=1e9)
 
 
+def test_another_chip_and_a_straggler():
+    server = get_server("pcie-switch")
+    mixed = server.with_chip(1, CHIPS["t4"])
+    assert [chip.name for chip in mixed.chips].count("T4") == 1 and mixed.chips[1].name == "T4"
+    slow = server.slow_down(3, 2.5)
+    assert slow.chips[:3] == server.chips[:3] and slow.links == server.links
+    assert slow.chips[3].fp32 * 2.5 == server.chips[3].fp32
+    assert slow.chips[3].bandwidth * 2.5 == server.chips[3].bandwidth
+    assert slow.chips[3].name == "V100 SXM2 16 GB, 2.5 times slower"
+    for gpu in (-1, 4):
+        with pytest.raises(ValueError, match="the GPUs 0 to 3"):
+            server.slow_down(gpu, 2)
+
+
 def test_take():
     server = get_server("dgx1-v100")
     two = server.take(2)

@@ -147,6 +147,19 @@ class Server:
     def _widths(self):
         return sorted({link.effective for link in self.links}, reverse=True)
 
+    @cached_property
+    def _joining(self):
+        """For each two nodes (in either order) the link that joins them, if there is one."""
+        return {(node, o): link for node, pairs in self.neighbours.items() for o, link in pairs}
+
+    @cached_property
+    def _passing(self):
+        """For each node the (neighbour, link, effective bandwidth) of those that pass things on."""
+        return {
+            node: [(o, link, link.effective) for o, link in pairs if not o.startswith("gpu")]
+            for node, pairs in self.neighbours.items()
+        }
+
     def _find_route(self, a, b):
         if a == b:
             return ()
@@ -154,13 +167,13 @@ class Server:
             came_from = {a: None}
             queue = [a]
             for node in queue:  # breadth first: the list grows while it is walked
-                for other, link in self.neighbours[node]:
-                    if other in came_from or link.effective < width:
-                        continue
-                    came_from[other] = node, link
-                    if other == b:
-                        return self._walk_back(came_from, b)
-                    if not other.startswith("gpu"):
+                link = self._joining.get((node, b))
+                if link is not None and link.effective >= width:
+                    came_from[b] = node, link
+                    return self._walk_back(came_from, b)
+                for other, link, effective in self._passing[node]:
+                    if effective >= width and other not in came_from:
+                        came_from[other] = node, link
                         queue.append(other)
         raise ValueError(f"{self.name}: no links lead from {a} to {b}")
 
@@ -194,6 +207,28 @@ class Server:
     def replace(self, **changes):
         """A copy with other fields, such as replace(name="mine", chips=(chip,) * 4)."""
         return dataclasses.replace(self, **changes)
+
+    def with_chip(self, gpu, chip):
+        """A copy in which the GPU of that number is another chip."""
+        self._check_gpu(gpu)
+        return self.replace(chips=(*self.chips[:gpu], chip, *self.chips[gpu + 1 :]))
+
+    def slow_down(self, gpu, factor):
+        """A copy in which one GPU, a straggler, is `factor` times slower in all that it does."""
+        self._check_gpu(gpu)
+        chip = self.chips[gpu]
+        slow = dataclasses.replace(
+            chip,
+            name=f"{chip.name}, {factor:g} times slower",
+            fp32=chip.fp32 / factor,
+            half=chip.half / factor,
+            bandwidth=chip.bandwidth / factor,
+        )
+        return self.with_chip(gpu, slow)
+
+    def _check_gpu(self, gpu):
+        if not 0 <= gpu < self.gpus:
+            raise ValueError(f"{self.name} has the GPUs 0 to {self.gpus - 1}, not {gpu}")
 
     def with_links(self, kind_prefix, **changes):
         """A copy in which all links whose kind starts with `kind_prefix` have other figures.
