@@ -4,6 +4,8 @@ Sizes are bytes, times seconds, bandwidths bytes/s one way, alpha the latency in
 message. `n` is the number of ranks or devices; with one, nothing is sent and every time is 0.
 """
 
+from dataclasses import dataclass
+
 
 def message_time(size, alpha, bandwidth):
     """The α–β model: one message of `size` bytes takes alpha + size / bandwidth seconds."""
@@ -100,6 +102,65 @@ def least_bytes(n, size):
 def best_time(n, size, bandwidth, alpha=0.0):
     """Lower bound of any all-reduce: the larger of its bounds for messages and for bytes."""
     return max(least_messages(n) * alpha, least_bytes(n, size) / bandwidth)
+
+
+# --- all-reduce algorithms, round by round -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of an algorithm: `messages` ranks send `share` of the tensor, all at once.
+
+    `adds` says whether those who receive add it to their own values.
+    """
+
+    messages: int
+    share: float
+    adds: bool
+
+
+def star_rounds(n):
+    """Everyone to rank 0 in turn, and back."""
+    return [Round(1, 1, True)] * (n - 1) + [Round(1, 1, False)] * (n - 1)
+
+
+def tree_rounds(n):
+    """Up a binomial tree, where pairs of ranks lie 1, 2, 4, … apart, and down again."""
+    pairs = [len(range(0, n - 2**k, 2 ** (k + 1))) for k in range(_rounds(n))]
+    return [Round(p, 1, True) for p in pairs] + [Round(p, 1, False) for p in reversed(pairs)]
+
+
+def ring_rounds(n):
+    """Everyone to its neighbour: n - 1 rounds of adding, n - 1 of passing on."""
+    return [Round(n, 1 / n, True)] * (n - 1) + [Round(n, 1 / n, False)] * (n - 1)
+
+
+def halving_doubling_rounds(n):
+    """Halves, quarters, … are exchanged and added, then passed back.
+
+    The ranks above the largest power of two hand theirs to another first and get the sum last.
+    """
+    power = 1 << (n.bit_length() - 1)
+    shares = [2.0**-k for k in range(1, power.bit_length())]
+    halving = [Round(power, share, True) for share in shares]
+    doubling = [Round(power, share, False) for share in reversed(shares)]
+    extra = n - power
+    before, after = ([Round(extra, 1, adds)] if extra else [] for adds in (True, False))
+    return before + halving + doubling + after
+
+
+def rounds_time(rounds, size, message, add=None):
+    """Seconds of an algorithm, round after round.
+
+    `message(bytes, at_once)` and `add(bytes, at_once)` give the seconds of a message and of an
+    addition while so many ranks do the same; additions are free without `add`.
+    """
+    total = 0.0
+    for r in rounds:
+        total += message(r.share * size, r.messages)
+        if r.adds and add is not None:
+            total += add(r.share * size, r.messages)
+    return total
 
 
 # --- reporting bandwidth -----------------------------------------------------------------------

@@ -6,7 +6,7 @@ the cell's output beside the sliders, so a saved notebook shows it to those who 
 
 from IPython.display import display
 
-from utils import figures, plots, step_time
+from utils import figures, plots, rank_figures, step_time
 
 
 def show_view(draw, describe, make_sliders, **values):
@@ -105,4 +105,29 @@ def step_time_view(network="ResNet-18", rows=256, gpus=8, server="dgx1-v100"):
     show_view(
         step_time.draw_step_times, step_time.describe_step_times, make_sliders,
         network=network, rows=rows, gpus=gpus, server=server,
+    )  # fmt: skip
+
+
+def algorithms_view(algorithm="ring", megabytes=1.0, n=8, wires="PCIe 3"):
+    """Chapter 05: an all-reduce's time for another algorithm, size, number of ranks and wires."""
+
+    def make_sliders(ipywidgets):
+        return {
+            "algorithm": ipywidgets.Dropdown(
+                value=algorithm, options=list(rank_figures.COLOURS), description="algorithm"
+            ),
+            "megabytes": ipywidgets.FloatLogSlider(
+                megabytes, min=-3, max=3, step=0.1, description="MB", readout_format=".3g"
+            ),
+            "n": ipywidgets.SelectionSlider(
+                value=n, options=rank_figures.RANKS, description="ranks"
+            ),
+            "wires": ipywidgets.Dropdown(
+                value=wires, options=list(rank_figures.WIRES), description="wires"
+            ),
+        }
+
+    show_view(
+        rank_figures.draw_algorithms, rank_figures.describe_algorithms, make_sliders,
+        algorithm=algorithm, megabytes=megabytes, n=n, wires=wires,
     )  # fmt: skip

@@ -1,0 +1,128 @@
+"""Measure the machine below the ranks: what a message, an addition, a collective takes.
+
+`run(measure, 2, "processes", args=(ping_pong, sizes))` and the like; then straight lines through
+the measured times. Sizes are bytes of float32 values, times seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+
+# --- rank programs -------------------------------------------------------------------------------
+
+
+def best_time(comm, call: Callable[[], None], seconds: float = 0.1) -> float:
+    """Seconds of `call()`, made by all ranks at once: the fastest of several batches of calls.
+
+    A batch lasts from a barrier until the slowest rank is done; batches are made for `seconds`.
+    """
+    best, spent, batches, repeats = math.inf, 0.0, 0, 1
+    while spent < seconds or batches < 2:
+        comm.barrier()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        comm.all_reduce(took, "max")
+        spent, batches = spent + took.item(), batches + 1
+        best = min(best, took.item() / repeats)
+        repeats = max(1, min(100, int(seconds / 5 / best)))
+    return best
+
+
+def measure(comm, make: Callable, sizes: Sequence[int], seconds: float = 0.1) -> list[float]:
+    """The rank program: seconds of the call `make(comm, size)` for each size."""
+    return [best_time(comm, make(comm, size), seconds) for size in sizes]
+
+
+def ping_pong(comm, size: int) -> Callable[[], None]:
+    """A call that sends `size` bytes from rank 0 to rank 1 and back: two messages in turn."""
+    x = torch.ones(size // 4)
+
+    def there_and_back():
+        if comm.rank == 0:
+            comm.send(x, 1)
+            comm.recv(x, 1)
+        elif comm.rank == 1:
+            comm.recv(x, 0)
+            comm.send(x, 0)
+
+    return there_and_back
+
+
+def shift(comm, size: int) -> Callable[[], None]:
+    """A call in which every rank sends `size` bytes to the next one: n messages at once."""
+    x, y = torch.ones(size // 4), torch.ones(size // 4)
+    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    return lambda: comm.exchange(x, right, y, left)
+
+
+def addition(comm, size: int) -> Callable[[], None]:
+    """A call in which every rank adds `size` bytes to as many others."""
+    x, y = torch.ones(size // 4), torch.ones(size // 4)
+    return lambda: x.add_(y)
+
+
+def copying(comm, size: int) -> Callable[[], None]:
+    """A call in which every rank copies `size` bytes within its own memory."""
+    x, y = torch.ones(size // 4), torch.ones(size // 4)
+    return lambda: x.copy_(y)
+
+
+def calls_of(all_reduce: Callable) -> Callable:
+    """For `measure`: calls of `all_reduce(comm, tensor)` on a tensor of `size` bytes."""
+
+    def make(comm, size):
+        x = torch.full((size // 4,), 0.0)
+        return lambda: all_reduce(comm, x)
+
+    return make
+
+
+# --- lines through measured times ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """`line(size)` is alpha + beta · size seconds, however many are at it at once."""
+
+    alpha: float  # s
+    beta: float  # s/byte
+
+    def __call__(self, size: float, at_once: int = 1) -> float:
+        return self.alpha + self.beta * size
+
+
+@dataclass(frozen=True)
+class Crowded:
+    """Seconds of the same work where 1 of n ranks does it alone, or all, or some: in between."""
+
+    alone: Line
+    together: Line
+    n: int
+
+    def __call__(self, size: float, at_once: int = 1) -> float:
+        crowd = (at_once - 1) / (self.n - 1)
+        return (1 - crowd) * self.alone(size) + crowd * self.together(size)
+
+
+def fit_line(sizes: Sequence[float], times: Sequence[float]) -> Line:
+    """The line with the least squares of relative errors, so that every size counts alike.
+
+    Neither alpha nor beta comes out negative.
+    """
+    sizes, times = np.asarray(sizes, float), np.asarray(times, float)
+    (alpha, beta), _ = nnls(np.stack([1 / times, sizes / times], axis=1), np.ones(len(sizes)))
+    return Line(float(alpha), float(beta))
+
+
+def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> np.ndarray:
+    """(predicted - measured) / measured."""
+    return np.asarray(predicted, float) / np.asarray(measured, float) - 1
