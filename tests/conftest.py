@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -120,3 +121,15 @@ def make_chapter():
 @pytest.fixture
 def make_code():
     return code
+
+
+@pytest.fixture(scope="session")
+def free_port():
+    """A function that finds a port of the loopback address on which nothing listens."""
+
+    def find():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
+
+    return find

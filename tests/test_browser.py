@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -50,16 +49,14 @@ ipywidgets.VBox([ipywidgets.IntSlider(3), ipywidgets.HTML("<svg><path d='M0 0'/>
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory):
+def lab(tmp_path_factory, free_port):
     """JupyterLab on a copy of the course: (folder of the copy, address)."""
     copy = tmp_path_factory.mktemp("browser") / "the course"
     shutil.copytree(COURSE / "utils", copy / "utils")
     (copy / "chapters").mkdir()
     for path in chapters():
         shutil.copy(path, copy / "chapters")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     settings = tmp_path_factory.mktemp("jupyter")
     every_cell = settings / "@jupyterlab/notebook-extension/tracker.jupyterlab-settings"
     every_cell.parent.mkdir(parents=True)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -420,12 +419,6 @@ def test_ci_brings_what_a_bare_machine_lacks(tmp_path):
     assert asked[-1].endswith("--no-install-recommends chromium python3 python3-venv")
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def answer(url):
     """A server's JSON, as soon as it listens."""
     for _ in range(100):
@@ -437,7 +430,7 @@ def answer(url):
     raise TimeoutError(url)
 
 
-def test_lab_opens_on_loopback_with_a_token(tmp_path):
+def test_lab_opens_on_loopback_with_a_token(tmp_path, free_port):
     complete = Path(sys.prefix, "course-setup.stamp")
     if not complete.exists() or complete.read_text() != install.requirements():
         pytest.skip("this environment was not made by `make setup`, which would install into it")
