@@ -13,8 +13,10 @@ from pathlib import Path
 COURSE = Path(__file__).resolve().parents[2]
 CHAPTERS = COURSE / "chapters"
 
-# What notebooks are executed and validated under: virtual GPUs, figures without a date.
-ENVIRONMENT = {"COURSE_DEVICES": "virtual", "SOURCE_DATE_EPOCH": "0"}
+# What notebooks are executed and validated under: virtual GPUs, figures without a date, and one
+# thread a process, so that sums come out the same whatever the number of cores, and notebooks that
+# are validated side by side do not fight for them.
+ENVIRONMENT = {"COURSE_DEVICES": "virtual", "SOURCE_DATE_EPOCH": "0", "OMP_NUM_THREADS": "1"}
 
 # All tags that a cell may carry, and what they do.
 TAGS = {
