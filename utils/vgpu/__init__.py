@@ -10,6 +10,7 @@
     tensors.py    `.device`, `.to` and the other questions that never become operations
     storages.py   copying, resizing, saving and loading storages
     functions.py  functions that ask PyTorch for the CPU
+    fallback.py   memory for C++ that asks for it past the mode
     parallel.py   threads, `torch.accelerator`, `nn.DataParallel`
     backend.py    `torch.vgpu`, like `torch.cuda`
     private.py    the private names of PyTorch that all this relies on
@@ -28,7 +29,7 @@ from collections.abc import Sequence
 import torch
 
 from ..hardware import Server
-from . import backend, functions, kinds, parallel, private, special, storages, tensors
+from . import backend, fallback, functions, kinds, parallel, private, special, storages, tensors
 from .dispatch import VirtualGPUMode
 from .machine import Machine, Recording
 from .placing import state
@@ -45,6 +46,11 @@ def start(server: Server, numbers: Sequence[int] | None = None) -> Machine:
     """
     install()
     if not private.sees(VirtualGPUMode):
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "make the first Cluster outside torch.inference_mode(), which would take the "
+                "virtual GPUs along when it ends"
+            )
         private.enter_below_others(VirtualGPUMode())  # this thread stays inside, in later cells too
     devices = [torch.device("vgpu", number) for number in numbers or range(server.gpus)]
     state.machine = Machine(server, devices, torch.OutOfMemoryError)
@@ -55,6 +61,7 @@ def start(server: Server, numbers: Sequence[int] | None = None) -> Machine:
 
 
 private.register_device_module("vgpu", sys.modules[backend.__name__])
+fallback.install()
 
 
 @functools.cache

@@ -162,6 +162,8 @@ def rehome(block: Block, machine: Machine) -> None:
 
 def place_of_device(device: torch.device):
     """The virtual device, or the host, that a `torch.device` names."""
+    if state.machine is None:
+        raise no_cluster()
     if device.type != "vgpu":
         return state.machine.host
     return device_at(state.current if device.index is None else device.index)

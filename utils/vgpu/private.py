@@ -57,6 +57,14 @@ def replace_in_core(replacing, **replacements) -> None:
         setattr(torch._C, name, replacing(getattr(torch._C, name, None), replacement))
 
 
+_LIBRARY = torch.library.Library("aten", "IMPL")
+
+
+def implement(name: str, kernel) -> None:
+    """Make a Python function the kernel of an operation on the device "vgpu"."""
+    _LIBRARY.impl(name, kernel, "PrivateUse1")
+
+
 def is_composite(op) -> bool:
     """Whether an operation is defined by other operations, which do the work."""
     key = "CompositeImplicitAutograd"

@@ -100,7 +100,8 @@ def transfer(machine, source, target, tensor, result, non_blocking) -> None:
     Between devices it never waits.
     """
     src, dst = span_of(tensor), span_of(result)
-    if tensor.dtype != result.dtype or not tensor.is_contiguous():
+    packed = tensor.layout is not torch.strided or tensor.is_contiguous()
+    if tensor.dtype != result.dtype or not packed:
         blocks = [src] if src is not None else []
         machine.compute(source, "pack", 0, nbytes_of(tensor) + nbytes_of(result), False, blocks, [])
     waits = False

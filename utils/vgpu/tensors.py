@@ -79,7 +79,7 @@ def device(self) -> torch.device:
         block = self.untyped_storage().block
     except (AttributeError, NotImplementedError):
         block = block_of(self)
-    if block is None or block.place.index < 0 or here.computing:
+    if block is None or block.place.index < 0 or here.computing or state.machine is None:
         return _device.__get__(self)
     return block.place.torch_device
 
