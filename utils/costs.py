@@ -4,6 +4,7 @@ Sizes are bytes, times seconds, bandwidths bytes/s one way, alpha the latency in
 message. `n` is the number of ranks or devices; with one, nothing is sent and every time is 0.
 """
 
+import math
 from dataclasses import dataclass
 
 
@@ -89,6 +90,15 @@ def double_tree_time(n, size, bandwidth, alpha=0.0):
     return 2 * _rounds(n) * alpha + 2 * size / bandwidth
 
 
+def hierarchical_time(machines, per_machine, size, inside, network, alpha=0.0):
+    """Reduce-scatter in each machine, all-reduce between machines, all-gather in each machine.
+
+    All ranks of a machine share its link of `network` bytes/s, each with its part of the tensor;
+    alpha is the latency of every message.
+    """
+    return ring_time(per_machine, size, inside, alpha) + ring_time(machines, size, network, alpha)
+
+
 def least_messages(n):
     """⌈log2 n⌉: no all-reduce gets by with fewer messages in a row."""
     return _rounds(n)
@@ -161,6 +171,28 @@ def rounds_time(rounds, size, message, add=None):
         if r.adds and add is not None:
             total += add(r.share * size, r.messages)
     return total
+
+
+# --- parameter server ---------------------------------------------------------------------------
+
+
+def parameter_server_time(workers, servers, size, bandwidth):
+    """Every worker pushes `size` bytes, then every worker pulls them: O(workers / servers).
+
+    Each server keeps 1/servers of the values, and all workers share its wire. Beyond as many
+    servers as workers the workers' own wires decide.
+    """
+    return 2 * max(_check(workers) / _check(servers), 1) * size / bandwidth
+
+
+def largest_stale_rate(delay):
+    """2 sin(π / (2(2d + 1))): gradient descent with gradients d updates old is stable below it.
+
+    The learning rate times the curvature must be less: 2, 1, .618, .445, … for d = 0, 1, 2, 3, …
+    """
+    if delay < 0:
+        raise ValueError(f"a delay is a number of updates, at least 0, not {delay}")
+    return 2 * math.sin(math.pi / (2 * (2 * delay + 1)))
 
 
 # --- reporting bandwidth -----------------------------------------------------------------------
