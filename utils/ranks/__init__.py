@@ -4,9 +4,14 @@ result = run(program, ranks=4, on="virtual")
 result.values, result.timeline, result.prints
 
 comm.py         `Comm`, a rank's handle: who it is, and how to reach the others
-collectives.py  the collectives as a rank's program, made of messages
-virtual.py      virtual ranks in simulated time; scheduler.py decides who runs
-errors.py       errors that name the rank and the line
+collectives.py  the collectives as a rank's program, made of messages; rings.py over several rings
+errors.py       errors that name the rank and the line; packing.py programs and values as bytes
+
+virtual.py      ranks in simulated time: scheduler.py decides who runs, messages.py what messages
+                take, background.py runs what is launched, surroundings.py keeps ranks apart
+processes.py    ranks as processes: crew.py starts and ends them, worker.py is a rank's life,
+                process_comm.py its handle, on transports.py (sockets) or pipes.py (shared memory);
+                segment.py, mail.py and control.py: what they share besides; shared.py reduces there
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ def run(program: Callable, ranks: int = 4, on: str = "auto", args: tuple = (), *
     if on == "auto":
         on = "gpus" if choose(ranks, server) == "cuda" else "virtual"
     if on == "processes":
-        result = run_processes(program, args, ranks, timeout, transport)
+        result = run_processes(program, args, ranks, timeout, transport, record)
     else:
         server = place_on_machines(ranks, get_server(server or DEFAULT_SERVER), network)
         name = f"{ranks} × {server.chips[0].name} on {server.name}"

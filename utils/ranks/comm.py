@@ -96,25 +96,24 @@ class Comm:
     def recv(self, tensor: Tensor, src: int, tag: int = 0) -> None:
         """Receive from a rank into `tensor`, which must have the sender's size and dtype."""
         self._check_peer(tensor, src, "receive from")
-        self._wait_all((self._post_recv(tensor, self.ranks[src], (self._channel, tag)),))
+        self._wait_all((self._post_recv(tensor, self.ranks[src], tag),))
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Begin to send; leave the tensor unchanged until `wait` has returned."""
         self._check_peer(tensor, dst, "send to")
-        return self._post_send(tensor, self.ranks[dst], (self._channel, tag))
+        return self._post_send(tensor, self.ranks[dst], tag)
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         """Begin to receive; the tensor's values are there when `wait` has returned."""
         self._check_peer(tensor, src, "receive from")
-        return self._post_recv(tensor, self.ranks[src], (self._channel, tag)).keep([tensor])
+        return self._post_recv(tensor, self.ranks[src], tag).keep([tensor])
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int, tag: int = 0) -> None:
         """Send to one rank and receive from another at the same time, which cannot deadlock."""
         self._check_peer(send, dst, "send to")
         self._check_peer(recv, src, "receive from")
-        key = (self._channel, tag)
-        sending = self._post_send(send, self.ranks[dst], key)
-        self._wait_all((self._post_recv(recv, self.ranks[src], key), sending))
+        sending = self._post_send(send, self.ranks[dst], tag)
+        self._wait_all((self._post_recv(recv, self.ranks[src], tag), sending))
 
     def wait_any(self, works: Sequence[Work]) -> int:
         """Wait until one of several messages (of `irecv`) has arrived; returns its position.
@@ -223,10 +222,10 @@ class Comm:
 
     # What a backend supplies
 
-    def _post_send(self, tensor: Tensor, dst: int, key) -> Work:
+    def _post_send(self, tensor: Tensor, dst: int, tag: int) -> Work:
         raise NotImplementedError
 
-    def _post_recv(self, tensor: Tensor, src: int, key) -> Work:
+    def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Work:
         raise NotImplementedError
 
     def _wait_all(self, works: tuple[Work, ...]) -> None:
@@ -236,8 +235,11 @@ class Comm:
     def _wait_any(self, works: list[Work]) -> int:
         raise NotImplementedError
 
-    def _meet(self, key, description: tuple) -> dict[int, tuple]:
-        """Tell the group what this rank is about to do; returns what each rank said."""
+    def _meet(self, description: tuple) -> dict[int, tuple]:
+        """Tell the group what this rank is about to do; returns what each rank said.
+
+        It may return nothing if all said the same.
+        """
         raise NotImplementedError
 
     def _launch(self, channel, function: Callable, args: tuple) -> Work:
@@ -262,7 +264,7 @@ class Comm:
             return
         shapes = tuple((tuple(t.shape), str(t.dtype)[6:]) for t in tensors)
         mine = (name, tuple(options.items()), shapes)
-        said = self._meet((self._channel, self._calls), mine)
+        said = self._meet(mine)
         if any(other != mine for other in said.values()):
             raise ValueError(disagreement({self.ranks[rank]: said[rank] for rank in said}))
 

@@ -1,83 +1,80 @@
-"""What process ranks tell one another beside their messages, through shared memory.
-
-Each rank keeps a short log that the others read: the collective calls that it is about to make, and
-the size and dtype of each message that it sends. So wrong use becomes an error that names the ranks
-instead of a wrong sum.
-"""
+"""What process ranks show one another, and their parent, in shared memory: where they are."""
 
 from __future__ import annotations
 
-import struct
-import zlib
+from enum import IntEnum
 
-from .shared import Segment, publish, wait_until
-
-ENTRY = 256
-ENTRIES = 512
-ALL = -1
-HEADER = struct.Struct("<qqhH")  # number of the entry, what it is about, for whom, length of text
+from .segment import LINE, WORD, Segment, publish
 
 
-class Log:
-    """One rank's log of short texts, each about something: a ring of entries in shared memory.
+class Board:
+    """Where the whole world meets before a collective call: each rank says what it is about to do.
 
-    Its own rank writes; every other rank reads on from where it was, and keeps what it has not
-    been asked for yet.
+    It has two places for each rank, used in turn. A rank comes to a place again only after all have
+    come to the other one, and so have read what it said here.
     """
 
-    def __init__(self, segment: Segment, offset: int, reader: int):
-        self._bytes = segment.bytes(offset, ENTRIES * ENTRY)
-        self._stamps = segment.words(offset, (ENTRIES, ENTRY // 8))[:, 0]
-        self._count = 0  # entries written, or read
-        self._reader = reader
-        self._read: dict[int, str] = {}
+    def __init__(self, segment: Segment, offset: int, rank: int, ranks: int):
+        self.words = segment.words(offset, self.size(ranks) // WORD)
+        self.rank, self.ranks = rank, ranks
+        self.round = 0
 
-    def write(self, about: int, text: str, to: int = ALL) -> None:
-        """Add an entry for one rank, or for all (by the log's own rank)."""
-        data = shorten(text).encode()
-        at = self._count % ENTRIES * ENTRY
-        self._count += 1
-        HEADER.pack_into(self._bytes, at, 0, about, to, len(data))
-        start = at + HEADER.size
-        self._bytes[start : start + len(data)] = data
-        publish(self._stamps, at // ENTRY, self._count)
+    @staticmethod
+    def size(ranks: int) -> int:
+        return ranks * LINE * WORD
 
-    def find(self, about: int) -> str | None:
-        """Take the text of the entry about something, if it has come."""
-        while self._stamps[self._count % ENTRIES] > self._count:
-            at = self._count % ENTRIES * ENTRY
-            self._count += 1
-            stamp, subject, to, length = HEADER.unpack_from(self._bytes, at)
-            if stamp != self._count:
-                raise RuntimeError("a rank is more than 500 calls ahead of another; add a barrier")
-            if to in (ALL, self._reader):
-                start = at + HEADER.size
-                self._read[subject] = str(self._bytes[start : start + length], "utf-8", "replace")
-        return self._read.pop(about, None)
+    def say(self, number: int) -> None:
+        """Come to the next meeting with a number that stands for the call."""
+        self.round += 1
+        at = self.rank * LINE + 2 * (self.round % 2)
+        self.words[at + 1] = number
+        publish(self.words, at, self.round)
 
-    def wait_for(self, about: int) -> str:
-        """Take the text of the entry about something, once it has come."""
-        found: list[str] = []
+    def missing(self) -> int | None:
+        """The first rank that has not come yet."""
+        words, at = self.words, 2 * (self.round % 2)
+        for rank in range(self.ranks):
+            if words[rank * LINE + at] < self.round:
+                return rank
+        return None
 
-        def look() -> bool:
-            text = self.find(about)
-            if text is not None:
-                found.append(text)
-            return text is not None
-
-        wait_until(look)
-        return found[0]
+    def all_said(self, number: int) -> bool:
+        """Whether all who met said the same."""
+        words, at = self.words, 2 * (self.round % 2) + 1
+        return all(words[rank * LINE + at] == number for rank in range(self.ranks))
 
 
-def shorten(text: str) -> str:
-    """A text that fits in an entry; a long one ends with a number that stands for the whole."""
-    data, room = text.encode(), ENTRY - HEADER.size
-    if len(data) <= room:
-        return text
-    return data[: room - 10].decode(errors="ignore") + f"{zlib.crc32(data):010d}"
+class Doing(IntEnum):
+    """What a rank, or its background, waits for; 0 while it computes."""
+
+    NOTHING = 0
+    SEND = 1
+    RECEIVE = 2  # its sender has not begun yet
+    MEET = 3
+    LAUNCHED = 4
+    IDLE = 5  # a background that has nothing to do
 
 
-def number_of(key) -> int:
-    """A number that stands for a key made of strings, numbers and tuples: equal on every rank."""
-    text = repr(key).encode()
-    return (zlib.crc32(text) << 31 | zlib.adler32(text)) & (2**62 - 1)
+class State:
+    """What one thread of a rank waits for, written by it and read by the parent.
+
+    `count` changes with each wait, so that the parent can tell whether anything has moved.
+    """
+
+    SIZE = LINE * WORD
+
+    def __init__(self, segment: Segment, offset: int):
+        self.words = segment.words(offset, LINE)
+
+    def set(self, doing: int, peer: int = 0, kind: int = 0, nbytes: int = 0) -> None:
+        words = self.words
+        words[1] += 1
+        words[2], words[3], words[4] = peer, kind, nbytes
+        words[0] = doing
+
+    def clear(self) -> None:
+        self.words[0] = 0
+
+    def read(self) -> tuple[int, ...]:
+        """(doing, count, peer, kind of the tensor, its bytes)"""
+        return tuple(self.words[:5])

@@ -14,6 +14,8 @@ UTILS = os.path.dirname(PACKAGE)
 class RankError(RuntimeError):
     """A rank raised, was killed, or did not end in time; the whole run has been ended."""
 
+    rank = -1
+    text = ""  # the traceback of a rank in a process of its own
     consequence = 0  # 1 for an error that another rank's end brings about
 
 

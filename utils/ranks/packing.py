@@ -6,6 +6,7 @@ import io
 import types
 from collections import ChainMap
 from collections.abc import Callable
+from typing import IO
 
 import cloudpickle
 import torch
@@ -51,14 +52,21 @@ Pickler.dispatch_table = ChainMap({types.CodeType: reduce_code}, cloudpickle.Pic
 def pack(value, what: str) -> bytes:
     """A value as bytes; TypeError that names `what` if it cannot be copied."""
     buffer = io.BytesIO()
+    pack_into(value, what, buffer)
+    return buffer.getvalue()
+
+
+def pack_into(value, what: str, file: IO[bytes]) -> None:
+    """Write a value to a file; TypeError that names `what` if it cannot be copied."""
     try:
-        Pickler(buffer).dump(value)
+        Pickler(file).dump(value)
+    except OSError:
+        raise
     except Exception as error:
         raise TypeError(
             f"{what} cannot be copied to or from a rank: {error}. Make such objects inside the "
             "program, and pass and return plain data and tensors"
         ) from error
-    return buffer.getvalue()
 
 
 unpack = cloudpickle.loads

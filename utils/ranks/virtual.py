@@ -56,12 +56,14 @@ class VirtualComm(Comm):
         if self._scheduler.current is not self._fiber:
             raise RuntimeError(OTHER_HANDLE)
 
-    def _post_send(self, tensor: Tensor, dst: int, key) -> Message:
+    def _post_send(self, tensor: Tensor, dst: int, tag: int) -> Message:
         self._check_owner()
+        key = self._channel, tag
         return Message(self._scheduler, tensor, self._number, dst, key, sends=True)
 
-    def _post_recv(self, tensor: Tensor, src: int, key) -> Message:
+    def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Message:
         self._check_owner()
+        key = self._channel, tag
         return Message(self._scheduler, tensor, self._number, src, key, sends=False)
 
     def _wait_all(self, works: tuple[Message, ...]) -> None:
@@ -73,9 +75,9 @@ class VirtualComm(Comm):
     def time(self) -> float:
         return self._fiber.host.clock / PICOSECONDS
 
-    def _meet(self, key, description: tuple) -> dict[int, tuple]:
+    def _meet(self, description: tuple) -> dict[int, tuple]:
         self._check_owner()
-        scheduler = self._scheduler
+        scheduler, key = self._scheduler, (self._channel, self._calls)
         meeting = scheduler.meetings.get(key)
         if meeting is None:
             meeting = scheduler.meetings[key] = Meeting(self, description[0])

@@ -1,34 +1,39 @@
-"""What runs in the process of a rank. The parent's side is `processes.py`."""
+"""What runs in the process of a rank. The parent's side is `processes.py` and `crew.py`."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
 import os
+import random
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .comm import Comm, Work
-from .control import ENTRIES, ENTRY, Log, number_of, shorten
+from .comm import check_gradients_arrived
+from .control import Board, Doing, State
 from .errors import is_ours
-from .packing import pack, unpack
-from .shared import Segment, SharedAllReduce, offsets, wait_until
-from .transports import GlooTransport, SharedTransport
+from .mail import Mail
+from .packing import pack_into, unpack
+from .pipes import SharedTransport
+from .process_comm import Lane, Process, ProcessComm
+from .segment import Segment, offsets
+from .shared import SharedAllReduce
+from .transports import GlooTransport
 
-CHUNK = 2 * 2**20  # bytes of a chunk of the shared-memory all-reduce
 LANES = 2  # the program and its background
+SPINS = 2000  # looks before the processor is given away, where each rank has one of its own
 
 
 @dataclass(frozen=True)
@@ -38,217 +43,75 @@ class Job:
     rank: int
     ranks: int
     folder: str
-    payload: bytes
     threads: int
     transport: str
+    record: bool
+    environment: dict[str, str]
 
     @property
     def slot(self) -> int:
         """Bytes of a slot of the shared-memory transport; many ranks have smaller ones."""
-        return max(4096, min(2**19, 2**26 // (self.ranks * self.ranks * SharedTransport.SLOTS)))
+        return max(4096, min(2**19, 2**24 // (self.ranks * self.ranks)))
 
-    def layout(self) -> list[int]:
-        """Where the logs, the all-reduces and the pipes lie in the shared segment; its size."""
-        all_reduce = SharedAllReduce.size(self.ranks, CHUNK)
-        pipes = SharedTransport.size(self.ranks, self.slot) if self.transport == "shared" else 0
-        logs = [ENTRIES * ENTRY] * (self.ranks * LANES)
-        return offsets([*logs, *[all_reduce] * LANES, pipes])
+    def layout(self) -> dict[str, int]:
+        """Where in the shared segment what begins; its "end"."""
+        sizes = {"states": self.ranks * LANES * State.SIZE, "mail": Mail.size(self.ranks)}
+        for lane in range(LANES):
+            sizes[f"board{lane}"] = Board.size(self.ranks)
+            sizes[f"all_reduce{lane}"] = SharedAllReduce.size(self.ranks)
+        if self.transport == "shared":
+            sizes["pipes"] = SharedTransport.size(self.ranks, self.slot)
+        return dict(zip([*sizes, "end"], offsets(list(sizes.values()))))
 
-
-class SendWork(Work):
-    """A message on its way out."""
-
-    def __init__(self, comm: ProcessComm, data: Tensor, dst: int, key):
-        self.comm = comm
-        self.work = comm._process.transport.send(data, dst, key)
-        self.data = data
-
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
-
-    def _wait(self) -> None:
-        with self.comm._process.waiting(self.comm._lane):
-            self.work.wait()
-
-
-class RecvWork(Work):
-    """A message on its way in: looked for in the sender's log first, and checked, then received.
-
-    gloo ends the process if more bytes come than were asked for.
-    """
-
-    def __init__(self, comm: ProcessComm, tensor: Tensor, src: int, key, about: int):
-        self.comm, self.src, self.key, self.about = comm, src, key, about
-        self.target = tensor.detach()
-        self.data = self.target.contiguous()
-        self.start = time.perf_counter()
-        self.work = None
-        self.log = comm._process.log(src, comm._lane)
-        found = self.log.find(about)
-        if found is not None:
-            self.begin(found)
-
-    def begin(self, entry: str) -> None:
-        """Receive what the sender's log says is coming, if it is what was asked for."""
-        sent_at, sent = entry.split(" ", 1)
-        wanted = describe(self.data)
-        if sent != wanted:
-            raise ValueError(
-                f"rank {self.src} sends {sent} to rank {self.comm._number}, which receives "
-                f"{wanted}; make the two equal"
-            )
-        self.start = max(self.start, float(sent_at))
-        self.work = self.comm._process.transport.recv(self.data, self.src, self.key)
-
-    def has_been_sent(self) -> bool:
-        """Whether the sender has begun: gloo does not tell when all has come, before `wait`."""
-        if self.work is None and (found := self.log.find(self.about)) is not None:
-            self.begin(found)
-        return self.work is not None
-
-    def is_completed(self) -> bool:
-        return self.has_been_sent() and self.work.is_completed()
-
-    def _wait(self) -> None:
-        process = self.comm._process
-        with process.waiting(self.comm._lane):
-            if self.work is None:
-                self.begin(self.log.wait_for(self.about))
-            self.work.wait()
-        if self.data.data_ptr() != self.target.data_ptr():
-            self.target.copy_(self.data)
-        process.note_message(self.src, self.comm._number, self.start, self.data.nbytes)
-
-
-class ProcessComm(Comm):
-    """The handle of a rank that is a process."""
-
-    def __init__(self, process: Process, lane: int, rank, ranks, channel=()):
-        super().__init__(rank, ranks, torch.device("cpu"), channel)
-        self._process, self._lane = process, lane
-        self._number = self.ranks[rank]
-        self._counts: dict = {}
-        whole = self.ranks == tuple(range(process.job.ranks))
-        self.shared_all_reduce = process.all_reduces[lane] if whole else None
-
-    def _about(self, src: int, dst: int, key) -> int:
-        """A number for the next message with this key between two ranks, equal on both."""
-        count = self._counts[src, dst, key] = self._counts.get((src, dst, key), 0) + 1
-        return number_of((src, dst, key, count))
-
-    def _post_send(self, tensor: Tensor, dst: int, key) -> Work:
-        data = tensor.detach().contiguous()
-        about = self._about(self._number, dst, key)
-        entry = f"{time.perf_counter()} {describe(data)}"
-        self._process.log(self._number, self._lane).write(about, entry, dst)
-        return SendWork(self, data, dst, key)
-
-    def _post_recv(self, tensor: Tensor, src: int, key) -> Work:
-        return RecvWork(self, tensor, src, key, self._about(src, self._number, key))
-
-    def _wait_any(self, works: list[Work]) -> int:
-        come: list[int] = []
-
-        def look() -> bool:
-            come[:] = [i for i, work in enumerate(works) if work.has_been_sent()]
-            return bool(come)
-
-        with self._process.waiting(self._lane):
-            wait_until(look)
-        return min(come, key=lambda position: works[position].start)
-
-    def time(self) -> float:
-        return time.perf_counter() - self._process.start
-
-    def _meet(self, key, description: tuple) -> dict[int, tuple]:
-        about = number_of(key)
-        mine = repr(description)
-        self._process.log(self._number, self._lane).write(about, mine)
-        said = {}
-        with self._process.waiting(self._lane):
-            for rank, number in enumerate(self.ranks):
-                if rank == self.rank:
-                    said[rank] = description
-                    continue
-                text = self._process.log(number, self._lane).wait_for(about)
-                said[rank] = description if text == shorten(mine) else parse(text)
-        return said
-
-    def _launch(self, channel, function: Callable, args: tuple) -> Work:
-        return self._process.launch(self, channel, function, args)
-
-    def _sub_comm(self, rank: int, ranks, channel) -> Comm:
-        return ProcessComm(self._process, self._lane, rank, ranks, channel)
-
-
-def describe(tensor: Tensor) -> str:
-    return f"{tensor.numel()} {str(tensor.dtype)[6:]} value{'s' * (tensor.numel() != 1)}"
-
-
-def parse(text: str) -> tuple:
-    """What another rank said, for an error message; as it stands if it was too long to keep."""
-    import ast
-
-    try:
-        return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        return text, (), ()
-
-
-class Launched(Work):
-    """A function that runs in the background thread of a process."""
-
-    def __init__(self, process: Process, lane: int, future):
-        self.process, self.lane, self.future = process, lane, future
-
-    def is_completed(self) -> bool:
-        return self.future.done()
-
-    def _wait(self):
-        with self.process.waiting(self.lane):
-            return self.future.result()
-
-
-class Process:
-    """A process that is a rank: its shared memory, its transport, its background."""
-
-    def __init__(self, job: Job):
-        self.job = job
-        layout = job.layout()
-        segment = Segment(Path(job.folder, "memory"), layout[-1])
-        self.logs = [Log(segment, start, job.rank) for start in layout[: job.ranks * LANES]]
-        self.all_reduces = [
-            SharedAllReduce(segment, layout[job.ranks * LANES + lane], job.ranks, job.rank, CHUNK)
-            for lane in range(LANES)
+    def states(self, segment: Segment) -> list[list[State]]:
+        """For each rank the states of its lanes."""
+        start = self.layout()["states"]
+        return [
+            [State(segment, start + (rank * LANES + lane) * State.SIZE) for lane in range(LANES)]
+            for rank in range(self.ranks)
         ]
-        if job.transport == "shared":
-            self.transport = SharedTransport(segment, layout[-2], job.rank, job.ranks, job.slot)
-        else:
-            self.transport = GlooTransport(job.rank, job.ranks)
-        self.pool: ThreadPoolExecutor | None = None
-        self.start = time.perf_counter()
-        self.messages: list[tuple] = []
-        self.waits: list[tuple[float, float]] = []
 
-    def log(self, rank: int, lane: int) -> Log:
-        return self.logs[rank * LANES + lane]
+    def path(self, what: str, rank: int | None = None) -> Path:
+        """A file of the run: "program", "memory", or this (or a) rank's "output" and the like."""
+        return Path(self.folder, what if rank is None else f"{what}{rank}")
 
-    @contextlib.contextmanager
-    def waiting(self, lane: int):
-        """Note that the program (not its background) waits: it does not compute then."""
-        start = time.perf_counter()
-        yield
-        if lane == 0:
-            self.waits.append((start, time.perf_counter()))
 
-    def note_message(self, src: int, dst: int, start: float, nbytes: int) -> None:
-        self.messages.append((src, dst, start, time.perf_counter(), nbytes))
+def make_process(job: Job) -> Process:
+    """Take this process's place in the shared memory."""
+    at = job.layout()
+    segment = Segment(job.path("memory"), at["end"])
+    mail = Mail(segment, at["mail"], job.rank, job.ranks)
+    if job.transport == "shared":
+        transport = SharedTransport(segment, at["pipes"], job.rank, job.ranks, job.slot)
+    else:
+        transport = GlooTransport(mail)
+    crowded = job.ranks > (os.cpu_count() or 1)
+    process = Process(job.rank, job.ranks, mail, transport, 20 if crowded else SPINS)
+    states = job.states(segment)[job.rank]
+    for lane in range(LANES):
+        board = Board(segment, at[f"board{lane}"], job.rank, job.ranks)
+        shared = SharedAllReduce(segment, at[f"all_reduce{lane}"], job.rank, job.ranks)
+        process.lanes.append(Lane(process, lane, states[lane], board, shared))
+    states[1].set(Doing.IDLE)
+    if not job.record:
+        process.messages = process.lanes[0].waits = None
+    return process
 
-    def launch(self, comm: ProcessComm, channel, function: Callable, args: tuple) -> Work:
-        if self.pool is None:
-            self.pool = ThreadPoolExecutor(1, thread_name_prefix="background")
-        own = ProcessComm(self, 1, comm.rank, comm.ranks, channel)
-        return Launched(self, comm._lane, self.pool.submit(function, own, *args))
+
+class Report:
+    """Tells the parent how the rank ended, once: what comes later is not heard any more."""
+
+    def __init__(self, connection):
+        self.connection = connection
+        self.lock = threading.Lock()
+
+    def send(self, *message) -> None:
+        with self.lock, contextlib.suppress(OSError):
+            sys.stdout.flush()
+            self.connection.send(message)
+
+    def failure(self, error: BaseException) -> None:
+        self.send("error", *describe_error(error))
 
 
 def main(job: Job, connection, lifeline) -> None:
@@ -260,37 +123,61 @@ def main(job: Job, connection, lifeline) -> None:
     errors = redirect(job)
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, file=errors, all_threads=False)
+    report = Report(connection)
+    process = None
     try:
-        report = pack(play(job), "the value that the program returned")
-        message = ("value", report)
+        os.environ.update(job.environment)
+        process = make_process(job)
+        process.failed = report.failure
+        play(job, process)
+        report.send("value")
     except BaseException as error:
-        message = ("error", *describe_error(error))
-    sys.stdout.flush()
-    connection.send(message)
-    with contextlib.suppress(EOFError, OSError):
-        connection.recv()  # all have reported: nobody needs this rank any more
+        report.failure(error)
+    linger(connection, process)
     os._exit(0)
 
 
-def play(job: Job):
-    """Run the program as a rank; returns (value, messages, waits, (start, end))."""
+def play(job: Job, process: Process) -> None:
+    """Run the program as a rank; leaves (value, messages, waits, (start, end)) in a file."""
     torch.set_num_threads(job.threads)
     torch.manual_seed(job.rank)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    store = dist.FileStore(str(Path(job.folder, "store")), job.ranks)
+    np.random.seed(job.rank)
+    random.seed(job.rank)
+    register_optimizer_step_pre_hook(check_gradients_arrived)
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
+    store = dist.FileStore(str(job.path("store")), job.ranks)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.ranks)
-    process = Process(job)
-    program, args = unpack(job.payload)
-    comm = ProcessComm(process, 0, job.rank, range(job.ranks))
-    start = time.perf_counter()
+    program, args = unpack(job.path("program").read_bytes())
+    device = torch.device("cpu")
+    comm = ProcessComm(process, process.lanes[0], job.rank, range(job.ranks), device)
+    process.start = time.perf_counter()
     value = program(comm, *args)
-    return value, process.messages, process.waits, (start, time.perf_counter())
+    process.finish()
+    took = process.start, time.perf_counter()
+    report = value, process.messages, process.lanes[0].waits, took
+    with open(job.path("value", job.rank), "wb") as file:
+        pack_into(report, "the value that the program returned", file)
+
+
+def linger(connection, process: Process | None) -> None:
+    """Stay until all have reported: what this rank has sent may be still on its way."""
+    with contextlib.suppress(EOFError, OSError):
+        while not connection.poll(0.001 if process is not None else None):
+            process.transport.progress()
+            process.mail.read()
+
+
+def loopback() -> str:
+    """The network interface that leads to this machine only."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), "lo")
 
 
 def redirect(job: Job):
     """Send what is printed, and what libraries complain of, to files in the run's folder."""
-    sys.stdout = open(Path(job.folder, f"output{job.rank}"), "w", buffering=1)
-    errors = open(Path(job.folder, f"errors{job.rank}"), "w", buffering=1)
+    mode = {"mode": "w", "buffering": 1, "encoding": "utf-8", "errors": "replace"}
+    sys.stdout = open(job.path("output", job.rank), **mode)
+    errors = open(job.path("errors", job.rank), **mode)
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(errors.fileno(), 2)
     return errors
@@ -301,6 +188,8 @@ def end_with_parent(lifeline, folder: str) -> None:
     with contextlib.suppress(EOFError, OSError):
         lifeline.recv()
     shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.killpg(os.getpid(), signal.SIGKILL)  # with all that this rank has started
     os._exit(1)
 
 

@@ -1,0 +1,279 @@
+"""The handle of a rank that is a process, and what it stands on."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .comm import OTHER_HANDLE, Comm, Work
+from .control import Board, Doing, State
+from .mail import Mail, number_of, shorten
+from .segment import wait_until
+from .transports import End, describe
+
+if TYPE_CHECKING:
+    from .shared import SharedAllReduce
+
+NANO = 1e-9
+here = threading.local()  # `lane`: the lane that this thread is; the program's is 0
+
+
+class Lane:
+    """What a thread of a rank waits with: lane 0 is its program, lane 1 its background."""
+
+    def __init__(self, process: Process, number: int, state: State, board: Board,
+                 all_reduce: SharedAllReduce):  # fmt: skip
+        self.process, self.number = process, number
+        self.state, self.board, self.all_reduce = state, board, all_reduce
+        self.waits: list[tuple[float, float]] | None = [] if number == 0 else None
+
+    def wait(self, ready: Callable[[], bool], doing: int, peer=0, kind=0, nbytes=0) -> None:
+        """Wait, so that it is known outside what for; the program does not compute then."""
+        if ready():
+            return
+        with self.waiting(doing, peer, kind, nbytes):
+            wait_until(ready, self.process.spins)
+
+    def wait_blocking(self, finish: Callable, doing: int):
+        """The same with a function that returns when the wait is over."""
+        with self.waiting(doing):
+            return finish()
+
+    def wait_for_others(self, ready: Callable[[], bool]) -> None:
+        self.wait(ready, Doing.MEET)
+
+    @contextlib.contextmanager
+    def waiting(self, doing: int, peer=0, kind=0, nbytes=0) -> Iterator[None]:
+        start = time.perf_counter()
+        self.state.set(doing, peer, kind, nbytes)
+        try:
+            yield
+        finally:
+            self.state.clear()
+            if self.waits is not None:
+                self.waits.append((start, time.perf_counter()))
+
+
+class Process:
+    """A process that is a rank: what it shares with the others, its background, its record."""
+
+    def __init__(self, rank: int, ranks: int, mail: Mail, transport, spins: int):
+        self.rank, self.ranks = rank, ranks
+        self.mail, self.transport = mail, transport
+        self.spins = spins
+        self.lanes: list[Lane] = []
+        self.pool: ThreadPoolExecutor | None = None
+        self.start = time.perf_counter()
+        self.messages: list[tuple] | None = []
+        self.failed: Callable[[BaseException], None] = lambda error: None
+
+    def note_message(self, src: int, end: End, asked_at: int) -> None:
+        if self.messages is not None:
+            start = max(asked_at, end.sent_at) * NANO
+            self.messages.append((src, self.rank, start, time.perf_counter(), end.nbytes))
+
+    def launch(self, comm: ProcessComm, function: Callable, args: tuple) -> Future:
+        """Run a function in the background, with the handle that it gets."""
+        if self.pool is None:
+            self.pool = ThreadPoolExecutor(1, "background", setattr, (here, "lane", 1))
+        return self.pool.submit(self.run_launched, comm, function, args)
+
+    def run_launched(self, comm: ProcessComm, function: Callable, args: tuple):
+        state = self.lanes[1].state
+        state.clear()
+        try:
+            return function(comm, *args)
+        except BaseException as error:
+            self.failed(error)
+            raise
+        finally:
+            state.set(Doing.IDLE)
+
+    def finish(self) -> None:
+        """Let the background end what was launched."""
+        if self.pool is not None:
+            self.pool.shutdown()
+
+
+class SendWork(Work):
+    """A message on its way out."""
+
+    def __init__(self, comm: ProcessComm, tensor: Tensor, dst: int, number: int):
+        self.lane = comm._lane
+        data = tensor.detach().contiguous()
+        self.end = comm._process.transport.send(data, dst, number)
+
+    def is_completed(self) -> bool:
+        return self.end.is_completed()
+
+    def _wait(self) -> None:
+        if not self.end.done:
+            self.end.wait_in(self.lane, Doing.SEND)
+
+
+class RecvWork(Work):
+    """A message on its way in."""
+
+    def __init__(self, comm: ProcessComm, tensor: Tensor, src: int, number: int):
+        self.process, self.lane, self.src = comm._process, comm._lane, src
+        self.target = data = tensor.detach()
+        if not data.is_contiguous():
+            data = torch.empty_like(data, memory_format=torch.contiguous_format)
+        self.asked_at = time.perf_counter_ns()
+        self.end = self.process.transport.recv(data, src, number)
+        self.taken = False
+
+    def has_begun(self) -> bool:
+        """Whether the sender has begun; ValueError if what it sends was not asked for."""
+        begun = self.end.has_begun()
+        if self.end.error is not None:
+            end = self.end
+            raise ValueError(
+                f"rank {self.src} sends {end.error} to rank {self.process.rank}, which receives "
+                f"{describe(end.kind, end.nbytes)}; make the two equal"
+            )
+        return begun
+
+    def is_completed(self) -> bool:
+        if self.has_begun() and self.end.is_completed():
+            self.take()
+        return self.taken
+
+    def _wait(self) -> None:
+        end = self.end
+        self.lane.wait(self.has_begun, Doing.RECEIVE, self.src, end.kind, end.nbytes)
+        if not end.done:
+            end.wait_in(self.lane, Doing.NOTHING)
+        self.take()
+
+    def take(self) -> None:
+        """Put what has come where it was asked for, once."""
+        if not self.taken:
+            self.taken = True
+            if not self.target.is_contiguous():
+                self.target.copy_(self.end.data)
+            self.process.note_message(self.src, self.end, self.asked_at)
+
+
+class Launched(Work):
+    """A function that runs in the background."""
+
+    def __init__(self, lane: Lane, future: Future):
+        self.lane, self.future = lane, future
+
+    def is_completed(self) -> bool:
+        return self.future.done()
+
+    def _wait(self):
+        return self.lane.wait_blocking(self.future.result, Doing.LAUNCHED)
+
+
+class ProcessComm(Comm):
+    """The handle of a rank that is a process."""
+
+    def __init__(self, process: Process, lane: Lane, rank, ranks, device, channel=()):
+        super().__init__(rank, ranks, device, channel)
+        self._process, self._lane = process, lane
+        self._whole = self.ranks == tuple(range(process.ranks))
+        self.shared_all_reduce = lane.all_reduce if self._whole else None
+        self._numbers: dict = {}
+
+    def _number(self, key) -> int:
+        """A number for a key, equal on every rank, remembered."""
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = number_of((self._channel, key))
+        return number
+
+    def _check_owner(self) -> None:
+        """A handle belongs to the program, or to the launched function that was given it."""
+        if getattr(here, "lane", 0) != self._lane.number:
+            raise RuntimeError(OTHER_HANDLE)
+
+    def _post_send(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        self._check_owner()
+        return SendWork(self, tensor, dst, self._number(tag))
+
+    def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Work:
+        self._check_owner()
+        return RecvWork(self, tensor, src, self._number(tag))
+
+    def _wait_any(self, works: list[RecvWork]) -> int:
+        come: list[int] = []
+
+        def look() -> bool:
+            come[:] = [i for i, work in enumerate(works) if work.has_begun()]
+            return bool(come)
+
+        self._lane.wait(look, Doing.RECEIVE, works[0].src)
+        return min(come, key=lambda i: max(works[i].end.sent_at, works[i].asked_at))
+
+    def time(self) -> float:
+        return time.perf_counter() - self._process.start
+
+    def _meet(self, description: tuple) -> dict[int, tuple]:
+        self._check_owner()
+        if self._whole and self._meet_on_board(description):
+            return {}
+        return self._meet_by_mail(description)
+
+    def _meet_on_board(self, description: tuple) -> bool:
+        """Meet where the whole world meets; whether all said the same."""
+        board, state = self._lane.board, self._lane.state
+        number = self._number(description)
+        board.say(number)
+
+        def ready() -> bool:
+            missing = board.missing()
+            state.words[2] = missing or 0  # for the parent, if this lasts
+            return missing is None
+
+        self._lane.wait(ready, Doing.MEET)
+        return board.all_said(number)
+
+    def _meet_by_mail(self, description: tuple) -> dict[int, tuple]:
+        """Tell each rank of the group what this one is about to do, and hear what they are."""
+        process, about = self._process, self._number("meeting") + self._calls
+        mine = shorten(repr(description).encode())
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        for rank in others:
+            process.mail.post(self.ranks[rank], about, mine)
+        said = {self.rank: description}
+        for rank in others:
+            member = self.ranks[rank]
+            letters: list[bytes] = []
+
+            def come(member=member, letters=letters) -> bool:
+                letter = process.mail.take(member, about)
+                letters.extend([] if letter is None else [letter])
+                return letter is not None
+
+            self._lane.wait(come, Doing.MEET, member)
+            said[rank] = description if letters[0] == mine else parse(letters[0])
+        return said
+
+    def _launch(self, channel, function: Callable, args: tuple) -> Work:
+        self._check_owner()
+        process = self._process
+        own = type(self)(process, process.lanes[1], self.rank, self.ranks, self.device, channel)
+        return Launched(self._lane, process.launch(own, function, args))
+
+    def _sub_comm(self, rank: int, ranks, channel) -> Comm:
+        return type(self)(self._process, self._lane, rank, ranks, self.device, channel)
+
+
+def parse(text: bytes) -> tuple:
+    """What another rank said, for an error message; as it stands if it was too long to keep."""
+    words = text.decode(errors="replace")
+    try:
+        return ast.literal_eval(words)
+    except (SyntaxError, ValueError):
+        return words, (), ()
