@@ -38,6 +38,10 @@ HALF = (torch.float16, torch.bfloat16)
 class VirtualGPUMode(private.TorchDispatchMode):
     """Sees every operation of its thread, in the forward and in the backward pass."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # costs seconds at the start; `private.leave_uncompiled` does it when needed
+
     def __init__(self):
         super().__init__()
         self.nested = []

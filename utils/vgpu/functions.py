@@ -7,10 +7,12 @@ an optimizer's tensors by device, and a few functions that make tensors of their
 from __future__ import annotations
 
 import functools
+import sys
 
 import torch
 
 from . import private
+from .dispatch import VirtualGPUMode
 from .placing import CPU, GENERATORS, Tensor, device_at, here, on_device, place_of, state
 
 
@@ -148,6 +150,18 @@ def autocast(original):
     return __init__
 
 
+def compile(original):
+    """`torch.compile`, which leaves code for virtual GPUs as it is."""
+
+    @functools.wraps(original)
+    def compile(model=None, **options):
+        if state.machine is None:
+            return original(model, **options)
+        return (lambda model: model) if model is None else model
+
+    return compile
+
+
 def group_by_device(original):
     """Group tensors by device and dtype, as optimizers do to update many in one call."""
 
@@ -186,6 +200,9 @@ def install() -> None:
             setattr(owner, name, at_home(getattr(owner, name)))
     torch._VF._pad_packed_sequence = pad_packed_sequence(torch._VF._pad_packed_sequence)
     torch.Generator = Generator
+    torch.compile = compile(torch.compile)
+    if "torch._dynamo" in sys.modules:  # there may be compiled functions already
+        private.leave_uncompiled(VirtualGPUMode)
     torch.autocast.__init__ = autocast(torch.autocast.__init__)
     private.replace_in_core(
         lambda original, wrap: wrap(original), _group_tensors_by_device_and_dtype=group_by_device

@@ -7,6 +7,7 @@ tests have passed with.
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 
 import torch
@@ -55,6 +56,12 @@ def replace_in_core(replacing, **replacements) -> None:
     """Replace functions of `torch._C` by `replacing(original, replacement)`, None if not there."""
     for name, replacement in replacements.items():
         setattr(torch._C, name, replacing(getattr(torch._C, name, None), replacement))
+
+
+@functools.cache
+def leave_uncompiled(mode: type) -> None:
+    """Keep `torch.compile` from compiling what a mode does, which runs while its code runs."""
+    mode.__torch_dispatch__ = torch._disable_dynamo(mode.__torch_dispatch__, recursive=True)
 
 
 _LIBRARY = torch.library.Library("aten", "IMPL")
