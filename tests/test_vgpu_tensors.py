@@ -4,7 +4,6 @@
 """
 
 import copy
-import io
 import pickle
 
 import numpy as np
@@ -287,43 +286,3 @@ def test_generators(devices):
     seeded = torch.rand(3, device=devices[1])
     torch.manual_seed(5)
     assert torch.equal(seeded.cpu(), torch.rand(3))
-
-
-def test_copying_and_pickling(devices):
-    x = torch.arange(4.0, device=devices[2])
-    pair = [x, x[:2]]
-    twin = copy.deepcopy(pair)
-    assert [t.device for t in twin] == [devices[2]] * 2
-    twin[0][0] = 9
-    assert twin[1][0].item() == 9 and x[0].item() == 0  # one storage, but not the first one
-    twin = pickle.loads(pickle.dumps(pair))
-    assert [t.device for t in twin] == [devices[2]] * 2 and twin[1].tolist() == [0, 1]
-    leaf = torch.ones(2, device=devices[1], requires_grad=True)
-    (leaf * 2).sum().backward()
-    twin = copy.deepcopy(leaf)
-    assert twin.is_leaf and twin.grad.device == devices[1] and twin.grad.tolist() == [2, 2]
-
-
-def test_saving_and_loading(devices):
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(devices[1])
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "x": torch.ones(2)}, file)
-
-    def load(**options):
-        file.seek(0)
-        return torch.load(file, **options)
-
-    assert load()["x"].device.type == "cpu"
-    for options, device in (({}, devices[1]), ({"map_location": "vgpu:3"}, devices[3]),
-                            ({"map_location": "cpu"}, torch.device("cpu")),
-                            ({"map_location": {"vgpu:1": "vgpu:2"}}, devices[2])):  # fmt: skip
-        found = load(**options)["model"]
-        assert {t.device for t in found.values()} == {device}
-        twin = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(devices[0])
-        twin.load_state_dict(found)
-        for a, b in zip(model.state_dict().values(), twin.state_dict().values()):
-            assert b.device == devices[0] and torch.equal(a.cpu(), b.cpu())
-    with io.BytesIO() as whole:
-        torch.save(model, whole)
-        whole.seek(0)
-        assert torch.load(whole, weights_only=False)[0].weight.device == devices[1]
