@@ -16,7 +16,8 @@ from matplotlib.colors import to_rgb
 from nbconvert import HTMLExporter
 
 from utils import plots
-from utils.timeline import Event, Timeline
+from utils.events import Event
+from utils.timeline import Timeline
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +179,8 @@ def test_colours_differ_in_grey():
 
 SCRIPT = """
 from utils import plots
-from utils.timeline import Event, Timeline
+from utils.events import Event
+from utils.timeline import Timeline
 events = [Event(f"mm{i}", "compute", (f"gpu{i % 3}",), i * 1.37e-4, 1e-4) for i in range(9)]
 events += [Event("copy", "communication", (f"gpu{i}→gpu{1 - i}",), 0, 1e-3) for i in range(2)]
 Timeline(events, ["gpu0", "gpu1", "gpu2"]).plot(title="Ümläute → ok")

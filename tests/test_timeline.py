@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from utils import traces
-from utils.timeline import Event, Timeline, difference, total, union
+from utils.events import Event, difference, total, union
+from utils.timeline import Timeline
 
 # --- interval arithmetic
 

@@ -1,7 +1,9 @@
 """Parallel Training from Scratch: the code that the chapters share.
 
-    cluster = Cluster(4)            # several devices, driven by one program
-    result = run(program, ranks=4)  # one program a device
+It has two doors, one for a program that drives several devices, one for a program on each of them:
+
+    cluster = Cluster(4)
+    result = run(program, ranks=4)
 """
 
 from .devices import Cluster

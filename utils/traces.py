@@ -6,7 +6,7 @@ thread `tid` of process `pid`) or "M" (metadata such as names).
 
 import re
 
-from utils.timeline import Event
+from utils.events import Event
 
 _HOST = ("cuda_runtime", "cuda_driver")
 _GPU = ("kernel", "gpu_memcpy", "gpu_memset")

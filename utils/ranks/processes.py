@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..timeline import Event, Timeline
+from ..events import Event
+from ..timeline import Timeline
 from .crew import Crew
 from .errors import RankError
 from .packing import pack_into, unpack

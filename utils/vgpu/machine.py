@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from ..events import Event
 from ..hardware import Chip, Server
-from ..timeline import Event
 from .memory import Block, Ledger, Span
 
 PICOSECONDS = 10**12
