@@ -23,80 +23,66 @@ HEADER, VERSION, VALUE = range(3)  # tags of messages
 
 
 class Asynchronous:
-    """One value of a store, to which every gradient is applied as it comes.
+    """One value on a server; `step(value, gradient)` applies every gradient as it comes."""
 
-    `step(value, gradient)` changes the value in place. `version` counts the updates, `staleness`
-    lists for each gradient how many updates its worker had not seen.
-    """
-
-    def __init__(self, value: Tensor, workers: int, step: Callable):
+    def __init__(self, value, workers, step):
         self.value, self.step = value, step
-        self.version = 0
+        self.version = 0  # updates so far
         self.pushes = dict.fromkeys(range(workers), 0)
-        self.staleness: list[int] = []
+        self.staleness = []  # for each push the updates that its worker had not seen
 
-    def push(self, worker: int, gradient: Tensor | None, version: int) -> None:
-        """Take a gradient that was computed from a version; None counts, but changes nothing."""
+    def push(self, worker, gradient, version):
+        """Take a gradient computed from a version; None counts as a push, but changes nothing."""
         self.pushes[worker] += 1
+        self.staleness.append(self.version - version)
+        self.take(worker, gradient)
+
+    def take(self, worker, gradient):
         if gradient is not None:
-            self.staleness.append(self.version - version)
-            self.update(gradient)
+            self.step(self.value, gradient)
+            self.version += 1
 
-    def update(self, gradient: Tensor) -> None:
-        self.step(self.value, gradient)
-        self.version += 1
-
-    def may_pull(self, worker: int) -> bool:
-        """Whether a worker gets the value now, or has to wait."""
+    def may_pull(self, worker):
         return True
 
-    def leave(self, worker: int) -> None:
-        """A worker has ended: nobody waits for it any more."""
+    def leave(self, worker):
         del self.pushes[worker]
 
 
 class StaleSynchronous(Asynchronous):
-    """Asynchronous, but nobody goes on who is more than `bound` pushes ahead of the slowest."""
+    """Asynchronous, but who is more than `bound` pushes ahead of the slowest has to wait."""
 
-    def __init__(self, value: Tensor, workers: int, step: Callable, bound: int):
+    def __init__(self, value, workers, step, bound):
         super().__init__(value, workers, step)
         self.bound = bound
 
-    def may_pull(self, worker: int) -> bool:
+    def may_pull(self, worker):
         return self.pushes[worker] - min(self.pushes.values()) <= self.bound
 
 
 class Synchronous(Asynchronous):
-    """Waits for a gradient of every worker, then applies their mean: one update a round.
+    """Waits for everyone's gradient, then applies the mean; if one is None, none is applied."""
 
-    If any of them is None, nobody's is applied. The mean does not depend on who came first.
-    """
-
-    def __init__(self, value: Tensor, workers: int, step: Callable):
+    def __init__(self, value, workers, step):
         super().__init__(value, workers, step)
-        self.round: dict[int, Tensor | None] = {}
+        self.round = {}  # the gradients that have come, by worker
 
-    def push(self, worker: int, gradient: Tensor | None, version: int) -> None:
+    def take(self, worker, gradient):
         if worker in self.round:
             raise ValueError(f"worker {worker} pushed twice in a round; it has to pull in between")
-        self.pushes[worker] += 1
         self.round[worker] = gradient
-        if gradient is not None:
-            self.staleness.append(self.version - version)
         self.finish_round()
 
-    def finish_round(self) -> None:
-        if not self.round or not self.pushes.keys() <= self.round.keys():
-            return
-        gradients = [self.round[worker] for worker in sorted(self.round)]
-        if all(gradient is not None for gradient in gradients):
-            self.update(sum(gradient / len(gradients) for gradient in gradients))
-        self.round = {}
+    def finish_round(self):
+        if self.round and self.pushes.keys() <= self.round.keys():
+            gradients = [self.round.pop(worker) for worker in sorted(self.round)]
+            if all(gradient is not None for gradient in gradients):
+                super().take(None, sum(gradient / len(gradients) for gradient in gradients))
 
-    def may_pull(self, worker: int) -> bool:
+    def may_pull(self, worker):
         return worker not in self.round
 
-    def leave(self, worker: int) -> None:
+    def leave(self, worker):
         super().leave(worker)
         self.finish_round()
 
