@@ -51,7 +51,7 @@ class Fiber:
         self.host = Host(scheduler.machine, rank.node, row)
         self.turn = threading.Lock()
         self.turn.acquire()
-        self.blocked = False
+        self.blocked = self.ended = False
         self.since = self.order = 0  # the clock when it began to wait; its place in the queue
         self.missing = 0  # messages that it waits for; 0 if it waits for any one of several
         self.idle = idle  # waits for launched functions, and may wait for ever
@@ -75,7 +75,7 @@ class Fiber:
             pass
         except BaseException as error:
             scheduler.fail(failure(self.rank.number, error), error)
-        self.blocked = False
+        self.blocked, self.ended = False, True
         scheduler.fibers.discard(self)
         scheduler.hand_over(self, ended=True)
 
@@ -119,6 +119,8 @@ class Scheduler:
 
     def wake(self, fiber: Fiber) -> None:
         """Let a fiber go on when its time comes."""
+        if fiber.ended:  # of a failed run, while a message for it was on its way
+            return
         fiber.blocked = False
         self.order += 1
         fiber.order = self.order
