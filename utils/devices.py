@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from .hardware import Server, get_server, join_machines
 from .timeline import Timeline
 
 CHOICES = ("virtual", "cpu", "cuda")
+PROFILER = threading.Lock()  # held while a recording on real devices is under way
 DEFAULT_SERVER = "dgx1-v100"
 
 
@@ -78,7 +80,8 @@ class Cluster:
         return len(self.devices)
 
     def __repr__(self) -> str:
-        names = f"{self.devices[0]}" + (f" to {self.devices[-1]}" if len(self) > 1 else "")
+        first, last = self.devices[0], self.devices[-1]
+        names = f"{first}" if first == last else f"{first} to {last}"
         return f"{self.name}: {names} ({'simulated' if self.simulated else 'real'})"
 
     def synchronize(self) -> None:
@@ -175,36 +178,55 @@ def choose(count: int, server) -> str:
 
 def place_on_machines(count: int, server: Server, network: str | None) -> Server:
     """The first `count` GPUs of a server, or of as many servers as hold them."""
-    if count <= server.gpus:
-        return server.take(count)
-    if network is None:
-        raise ValueError(
-            f"{count} GPUs were asked for and {server.name} holds {server.gpus}: say how several "
-            f'of them are connected, such as Cluster({count}, server="{server.name}", '
-            'network="ethernet-100g")'
-        )
     machines = -(-count // server.gpus)
-    return join_machines(server, machines, network).take(count)
+    if network is not None:
+        return join_machines(server, machines, network).take(count)
+    if machines == 1:
+        return server.take(count)
+    raise ValueError(
+        f"{count} GPUs were asked for and {server.name} holds {server.gpus}: say how several of "
+        f'them are connected, such as Cluster({count}, server="{server.name}", '
+        'network="ethernet-100g")'
+    )
 
 
 @contextlib.contextmanager
 def measured(cluster: Cluster, timeline: Timeline) -> Iterator[None]:
-    """Fill a timeline with what PyTorch's profiler measures on the real devices inside."""
-    activity = torch.profiler.ProfilerActivity
+    """Fill a timeline with what PyTorch's profiler measures on the real devices inside.
+
+    Raises RuntimeError inside another such recording: the profiler can make one at a time.
+    """
+    if not PROFILER.acquire(blocking=False):
+        raise RuntimeError(
+            "a recording is under way, and real devices can be recorded once at a time; end that "
+            "one first"
+        )
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its messages would land in the notebook
     on_gpu = cluster.devices[0].type == "cuda"
-    cluster.synchronize()
-    cluster.reset_peak_memory()
-    with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as profile:
-        yield
+    activity = torch.profiler.ProfilerActivity
+    try:
         cluster.synchronize()
+        cluster.reset_peak_memory()
+        profile = torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU])
+        try:
+            with profile:
+                yield
+                cluster.synchronize()
+        finally:
+            fill(timeline, profile, timeline.devices if on_gpu else ["cpu"])
+            if on_gpu:
+                timeline.peak_memory = [
+                    {"other": torch.cuda.max_memory_allocated(device)} for device in cluster.devices
+                ]
+    finally:
+        PROFILER.release()
+
+
+def fill(timeline: Timeline, profile, devices: list[str]) -> None:
+    """Take over what a profile has recorded."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
-        found = Timeline.from_profiler(path, machine=cluster.name)
-    timeline.events, timeline.duration = found.events, found.duration
-    if not on_gpu:
-        timeline.devices = found.devices
-    else:
-        timeline.peak_memory = [
-            {"other": torch.cuda.max_memory_allocated(device)} for device in cluster.devices
-        ]
+        found = Timeline.from_profiler(path, devices=devices)
+    timeline.events, timeline.devices = found.events, found.devices
+    timeline.duration = found.duration
