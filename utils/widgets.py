@@ -6,7 +6,7 @@ the cell's output beside the sliders, so a saved notebook shows it to those who 
 
 from IPython.display import display
 
-from utils import figures, plots, rank_figures, step_time
+from utils import figures, plots, rank_figures, server_figures, step_time
 
 
 def show_view(draw, describe, make_sliders, **values):
@@ -130,4 +130,21 @@ def algorithms_view(algorithm="ring", megabytes=1.0, n=8, wires="PCIe 3"):
     show_view(
         rank_figures.draw_algorithms, rank_figures.describe_algorithms, make_sliders,
         algorithm=algorithm, megabytes=megabytes, n=n, wires=wires,
+    )  # fmt: skip
+
+
+def stale_view(delay=3, rate=0.42):
+    """Chapter 06: gradient descent with older gradients, at another learning rate."""
+
+    def make_sliders(ipywidgets):
+        return {
+            "delay": ipywidgets.IntSlider(delay, 0, 8, description="delay"),
+            "rate": ipywidgets.FloatSlider(
+                rate, min=0.02, max=2.1, step=0.02, description="rate", readout_format=".2f"
+            ),
+        }
+
+    show_view(
+        server_figures.draw_stale_descent, server_figures.describe_stale_descent, make_sliders,
+        delay=delay, rate=rate,
     )  # fmt: skip
