@@ -3,7 +3,8 @@
 result = run(program, ranks=4, on="virtual")
 result.values, result.timeline, result.prints
 
-comm.py         `Comm`, a rank's handle: who it is, and how to reach the others
+comm.py         `Comm`, a rank's handle: who it is, and how to reach the others; work.py what is
+                under way
 collectives.py  the collectives as a rank's program, made of messages; rings.py over several rings
 errors.py       errors that name the rank and the line; packing.py programs and values as bytes
 
@@ -20,11 +21,12 @@ from collections.abc import Callable
 
 from ..devices import DEFAULT_SERVER, choose, place_on_machines
 from ..hardware import Server, get_server
-from .comm import Comm, Work
+from .comm import Comm
 from .errors import DeadlockError, RankError
 from .processes import run_processes
 from .result import Result
 from .virtual import run_virtual
+from .work import Work
 
 __all__ = ["Comm", "DeadlockError", "RankError", "Result", "Work", "run"]
 

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .comm import Comm, Work
+from .comm import Comm
 from .scheduler import Fiber, Scheduler
+from .work import Work
 
 if TYPE_CHECKING:
     from .virtual import VirtualComm

@@ -55,7 +55,7 @@ class Flat:
 
 def barrier(comm) -> None:
     """Dissemination: in round k tell rank + 2^k and hear from rank - 2^k; ⌈log2 n⌉ rounds."""
-    token, heard = (torch.empty(0, device=comm.device) for _ in range(2))
+    token, heard = (torch.empty(0, dtype=torch.uint8, device=comm.device) for _ in range(2))
     distance = 1
     while distance < comm.world_size:
         ahead, behind = comm.rank + distance, comm.rank - distance

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
@@ -14,7 +13,8 @@ import types
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 
-from .errors import RankError, is_ours, quote
+from .errors import DeadlockError, RankError, failure
+from .watch import POLL, Watch
 from .worker import Job, main
 
 GRACE = 0.5  # seconds for the other ranks to report, once one has failed
@@ -59,29 +59,34 @@ class Crew:
                 held.close()
 
     def reports(self, timeout: float | None) -> None:
-        """Wait until each rank has reported; RankError if one fails or time runs out."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        """Wait until each rank has reported; RankError if one fails, all wait, or time runs out."""
+        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+        watch = Watch(self.jobs[0])
         reported: set[int] = set()
-        failures: dict[int, RankError] = {}
-        while len(reported) + len(failures) < len(self.processes):
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                if failures:
-                    break
-                raise self.late(timeout, reported)
-            waiting = set(range(len(self.processes))) - reported - failures.keys()
+        failures: list[RankError] = []
+        waiting = set(range(len(self.processes)))
+        while waiting:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                if not failures:
+                    failures.append(self.late(timeout, watch, waiting, reported))
+                break
             things = {self.connections[rank]: rank for rank in waiting}
             things |= {self.processes[rank].sentinel: rank for rank in waiting}
-            for rank in {things[thing] for thing in wait(list(things), left)}:
+            for rank in {things[thing] for thing in wait(list(things), min(left, POLL))}:
+                waiting.discard(rank)
                 error = self.hear(rank)
                 if error is None:
                     reported.add(rank)
                 else:
-                    failures[rank] = error
-                    soon = time.monotonic() + GRACE
-                    deadline = soon if deadline is None else min(deadline, soon)
+                    failures.append(error)
+                    deadline = min(deadline, time.monotonic() + GRACE)
+            stuck = [] if failures else watch.stuck(reported)
+            if stuck:
+                failures.append(self.deadlock(watch, stuck, reported))
+                break
         if failures:
-            raise min(failures.values(), key=lambda error: (error.consequence, error.rank))
+            raise min(failures, key=lambda error: (error.consequence, error.rank))
 
     def hear(self, rank: int) -> RankError | None:
         """The error that a rank ended with, if it did."""
@@ -93,12 +98,12 @@ class Crew:
             return self.dead(rank)
         if kind == "value":
             return None
-        name, message, frames, text = content
-        where = f"\n{quote(*frames[-1])}" if frames else ""
-        error = RankError(f"rank {rank} raised {name}: {message}{where}")
-        error.rank, error.text = rank, text
+        raised, text = content
+        error = failure(rank, raised)
+        if hasattr(error, "add_note"):
+            error.add_note(text)
         # gloo's complaints about another rank that has gone are not what went wrong first
-        error.consequence = int("onnection" in message or "gloo" in text.splitlines()[-1])
+        error.consequence = int("onnection" in raised[0][1] or "gloo" in text.splitlines()[-1])
         return error
 
     def dead(self, rank: int) -> RankError:
@@ -120,33 +125,21 @@ class Crew:
         path = self.jobs[rank].path("errors", rank)
         return path.read_text("utf-8", "replace") if path.exists() else ""
 
-    def late(self, timeout: float, reported: set[int]) -> RankError:
-        """The error for ranks that did not end in time, with the line at which each one is."""
-        late = [rank for rank in range(len(self.processes)) if rank not in reported]
-        where = self.lines(late)
-        lines = [f"  rank {rank}" + (f" is at\n{where[rank]}" if rank in where else "")
-                 for rank in late]  # fmt: skip
+    def late(self, timeout: float, watch: Watch, waiting: set[int], reported: set[int]):
+        """The error for ranks that did not end in time."""
+        pids = {rank: self.processes[rank].pid for rank in sorted(waiting)}
         return RankError(
             f"the run did not end within {timeout:g} s; it has been ended. Not done:\n"
-            + "\n".join(lines)
+            + watch.report(pids, reported)
         )
 
-    def lines(self, ranks: list[int]) -> dict[int, str]:
-        """The line of the program at which ranks are now, where that can be found out."""
-        if not hasattr(signal, "SIGUSR1"):
-            return {}
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        found = {}
-        for rank in ranks:
-            frames = re.findall(r'File "(.+)", line (\d+) in (.+)', self.said(rank))
-            own = [frame for frame in frames if not is_ours(frame[0])]
-            if own:
-                name, line, function = own[0]
-                found[rank] = quote(name, int(line), function)
-        return found
+    def deadlock(self, watch: Watch, stuck: list[int], reported: set[int]) -> DeadlockError:
+        """The error for ranks that wait for what will not come."""
+        pids = {rank: self.processes[rank].pid for rank in stuck}
+        return DeadlockError(
+            "deadlock: these ranks wait for what cannot come any more\n"
+            + watch.report(pids, reported)
+        )
 
     def end(self) -> None:
         """Leave no process behind: those that have reported may go, the others are killed."""

@@ -15,7 +15,6 @@ class RankError(RuntimeError):
     """A rank raised, was killed, or did not end in time; the whole run has been ended."""
 
     rank = -1
-    text = ""  # the traceback of a rank in a process of its own
     consequence = 0  # 1 for an error that another rank's end brings about
 
 
@@ -27,13 +26,32 @@ class Aborted(BaseException):
     """Ends the other ranks of a run that has failed; programs never see it."""
 
 
-def failure(rank: int, error: BaseException) -> RankError:
-    """The error of a rank, with the line of the program at which it was raised."""
+def story(error: BaseException) -> list[tuple]:
+    """What was raised: (type, message, (file, line, function) of the program), the last one first.
+
+    The others are what was being handled when it was raised.
+    """
     frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not is_ours(frame.filename)
+        (frame.filename, frame.lineno, frame.name)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not is_ours(frame.filename)
     ]
-    where = f"\n{quote(frames[-1].filename, frames[-1].lineno, frames[-1].name)}" if frames else ""
-    return RankError(f"rank {rank} raised {type(error).__name__}: {error}{where}")
+    before = error.__cause__
+    if before is None and not error.__suppress_context__:
+        before = error.__context__
+    own = (type(error).__name__, str(error), frames[-1] if frames else None)
+    return [own, *(story(before) if before is not None else [])]
+
+
+def failure(rank: int, raised: list[tuple]) -> RankError:
+    """The error of a rank from its `story`, with the lines of the program."""
+    parts = []
+    for name, message, place in raised:
+        where = "" if place is None else "\n" + quote(*place)
+        parts.append(f"{name}: {message}{where}")
+    error = RankError(f"rank {rank} raised " + "\n  while it handled ".join(parts))
+    error.rank = rank
+    return error
 
 
 def is_ours(filename: str) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..vgpu import private
 from ..vgpu.placing import block_of, place_of, span_of
-from .comm import Work
+from .work import Work
 
 if TYPE_CHECKING:
     from .scheduler import Fiber, Scheduler

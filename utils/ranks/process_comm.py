@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .comm import OTHER_HANDLE, Comm, Work
+from .comm import OTHER_HANDLE, Comm
 from .control import Board, Doing, State
 from .mail import Mail, number_of, shorten
 from .segment import wait_until
 from .transports import End, describe
+from .work import Work
 
 if TYPE_CHECKING:
     from .shared import SharedAllReduce
@@ -48,7 +49,7 @@ class Lane:
             return finish()
 
     def wait_for_others(self, ready: Callable[[], bool]) -> None:
-        self.wait(ready, Doing.MEET)
+        self.wait(ready, Doing.MEET, -1)
 
     @contextlib.contextmanager
     def waiting(self, doing: int, peer=0, kind=0, nbytes=0) -> Iterator[None]:
@@ -100,7 +101,7 @@ class Process:
     def finish(self) -> None:
         """Let the background end what was launched."""
         if self.pool is not None:
-            self.pool.shutdown()
+            self.lanes[0].wait_blocking(self.pool.shutdown, Doing.LAUNCHED)
 
 
 class SendWork(Work):
@@ -213,7 +214,8 @@ class ProcessComm(Comm):
             come[:] = [i for i, work in enumerate(works) if work.has_begun()]
             return bool(come)
 
-        self._lane.wait(look, Doing.RECEIVE, works[0].src)
+        peer = works[0].src if len(works) == 1 else -1
+        self._lane.wait(look, Doing.RECEIVE, peer)
         return min(come, key=lambda i: max(works[i].end.sent_at, works[i].asked_at))
 
     def time(self) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..vgpu import Machine, VirtualGPUMode, state
 from ..vgpu.machine import Device, Host
-from .errors import Aborted, DeadlockError, describe_stack, failure
+from .errors import Aborted, DeadlockError, describe_stack, failure, story
 from .messages import Message, deliver
 
 PATIENCE = 5  # seconds for the ranks of a failed run to end
@@ -74,7 +74,7 @@ class Fiber:
         except Aborted:
             pass
         except BaseException as error:
-            scheduler.fail(failure(self.rank.number, error), error)
+            scheduler.fail(failure(self.rank.number, story(error)), error)
         self.blocked, self.ended = False, True
         scheduler.fibers.discard(self)
         scheduler.hand_over(self, ended=True)
@@ -249,7 +249,10 @@ class Scheduler:
         deadline = time.monotonic() + PATIENCE
         while not self.finished.wait(0.05) and time.monotonic() < deadline:
             fiber = self.current
-            if fiber is None or not fiber.thread.is_alive():  # it fell between two of our lines
+            if fiber is None:
+                self.hand_over(None)
+            elif not fiber.thread.is_alive():  # it fell between two of our own lines
+                fiber.ended = True
                 self.fibers.discard(fiber)
                 self.hand_over(None)
             else:

@@ -17,13 +17,14 @@ from ..timeline import Timeline
 from ..vgpu import state
 from ..vgpu.machine import PICOSECONDS, Machine
 from .background import Lane
-from .comm import OTHER_HANDLE, Comm, Work, check_gradients_arrived
+from .comm import OTHER_HANDLE, Comm
 from .errors import RankError, describe_stack
 from .messages import Message, wait_for, wait_for_any
 from .packing import pack, unpack
 from .result import Result
 from .scheduler import Fiber, Rank, Scheduler
 from .surroundings import own_surroundings, threads_of_a_rank
+from .work import Work, check_gradients_arrived
 
 alone = threading.Lock()  # there is one simulated machine at a time
 
@@ -124,6 +125,7 @@ def run_virtual(program: Callable, args: tuple, ranks: int, server: Server, name
                 )
         finally:
             hook.remove()
+            machine.before_copy = None  # what tensors refer to shall not keep the run alive
         prints = ["".join(rank.prints) for rank in scheduler.ranks]
         timeline = Timeline(
             recording.events if record else [],

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .comm import check_gradients_arrived
 from .control import Board, Doing, State
-from .errors import is_ours
+from .errors import story
 from .mail import Mail
 from .packing import pack_into, unpack
 from .pipes import SharedTransport
@@ -31,6 +30,7 @@ from .process_comm import Lane, Process, ProcessComm
 from .segment import Segment, offsets
 from .shared import SharedAllReduce
 from .transports import GlooTransport
+from .work import check_gradients_arrived
 
 LANES = 2  # the program and its background
 SPINS = 2000  # looks before the processor is given away, where each rank has one of its own
@@ -111,7 +111,7 @@ class Report:
             self.connection.send(message)
 
     def failure(self, error: BaseException) -> None:
-        self.send("error", *describe_error(error))
+        self.send("error", story(error), "".join(traceback.format_exception(error)))
 
 
 def main(job: Job, connection, lifeline) -> None:
@@ -122,7 +122,7 @@ def main(job: Job, connection, lifeline) -> None:
     threading.Thread(target=end_with_parent, args=(lifeline, job.folder), daemon=True).start()
     errors = redirect(job)
     if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=errors, all_threads=False)
+        faulthandler.register(signal.SIGUSR1, file=errors, all_threads=True)
     report = Report(connection)
     process = None
     try:
@@ -191,14 +191,3 @@ def end_with_parent(lifeline, folder: str) -> None:
     with contextlib.suppress(OSError):
         os.killpg(os.getpid(), signal.SIGKILL)  # with all that this rank has started
     os._exit(1)
-
-
-def describe_error(error: BaseException) -> tuple[str, str, list, str]:
-    """Type, message, the program's lines (the last one where it was raised), whole traceback."""
-    frames = [
-        (frame.filename, frame.lineno, frame.name)
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not is_ours(frame.filename)
-    ]
-    text = "".join(traceback.format_exception(error))
-    return type(error).__name__, str(error), frames, text
