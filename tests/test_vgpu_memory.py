@@ -102,7 +102,7 @@ def test_buffers_and_copies_of_modules(cluster):
 def test_views_share_and_the_last_one_frees(cluster):
     x = torch.ones(1000, device="vgpu:0")
     part = x[10:20]
-    views = [x.view(10, 100), x.detach(), x.T, part[1:]]
+    views = [x.view(10, 100).T, x.detach(), part[1:]]
     assert held(cluster) == {"other": 4000}
     del x, views
     assert held(cluster) == {"other": 4000}  # ten numbers keep all thousand

@@ -40,6 +40,20 @@ def test_the_running_torch_is_one_that_was_tested():
     assert low <= here <= high
 
 
+def test_a_torch_that_lacks_a_private_name():
+    program = """
+import torch
+del torch._C._current_graph_task_id
+try:
+    import utils
+except ImportError as error:
+    print(error)
+"""
+    (line,) = fresh(program)
+    assert "_current_graph_task_id" in line and torch.__version__ in line
+    assert line.endswith(f"tested with torch {private.TESTED[0]} to {private.TESTED[1]}")
+
+
 def test_no_cluster_yet():
     program = """
 import torch

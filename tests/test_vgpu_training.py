@@ -87,6 +87,7 @@ def test_stages_on_several_devices(devices):
     assert all(torch.equal(p.grad, g.cpu()) for p, g in zip(plain.parameters(), found))
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("host_input", [False, True])
 def test_pytorchs_data_parallel(devices, count, host_input):

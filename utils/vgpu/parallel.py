@@ -19,6 +19,7 @@ from torch._utils import (
     _take_tensors,
     _unflatten_dense_tensors,
 )
+from torch.cuda import nccl
 from torch.nn.parallel import comm
 from torch.nn.parallel._functions import Scatter
 
@@ -97,6 +98,11 @@ def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
     return outputs
 
 
+def without_nccl(tensors) -> bool:
+    """`nccl.is_available`, which would warn on a PyTorch without it."""
+    return False
+
+
 def exchange_device(index: int) -> int:
     previous, state.current = state.current, backend._device(index).number
     return previous
@@ -135,6 +141,7 @@ def install() -> None:
         _accelerator_maybeExchangeDevice=exchange_device,
         _accelerator_synchronizeDevice=synchronize,
     )
+    nccl.is_available = while_virtual(nccl.is_available, without_nccl)
     Scatter.forward = staticmethod(while_virtual(Scatter.forward, scatter_forward))
     for name in ("", ".parallel_apply", ".data_parallel"):
         module = sys.modules["torch.nn.parallel" + name]

@@ -11,24 +11,32 @@ import functools
 import sys
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
-from torch.utils.flop_counter import flop_registry
 
 TESTED = ("2.13.0", "2.14.1")
 
+try:
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        _get_current_dispatch_mode_stack,
+        _pop_mode,
+        _push_mode,
+    )
+    from torch.utils.flop_counter import flop_registry
+
+    # Whether a tensor is one that `vmap`, `grad` and the like wrap, and what it wraps.
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    unwrapped = torch._C._functorch.get_unwrapped
+    # The number of the backward pass that runs in this thread; -1 outside one.
+    graph_task_id = torch._C._current_graph_task_id
+    no_dispatch = torch._C._DisableTorchDispatch
+    _ENGINE = torch.autograd.graph._engine_run_backward.__code__
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"the virtual GPUs rely on private names of PyTorch, and torch {torch.__version__} lacks "
+        f"one ({error}); they were tested with torch {TESTED[0]} to {TESTED[1]}"
+    ) from error
+
 Generator = torch.Generator  # a class of the core, which `functions` replaces by one of its own
-
-# Whether a tensor is one that `vmap`, `grad` and the like wrap, and what it wraps.
-is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-unwrapped = torch._C._functorch.get_unwrapped
-
-# The number of the backward pass that runs in this thread; -1 outside one.
-graph_task_id = torch._C._current_graph_task_id
 
 
 def register_device_module(name: str, module) -> None:
@@ -93,7 +101,6 @@ def flop_formula(packet):
 
 
 _BETWEEN = ("_compile.py", "eval_frame.py", "_python_dispatch.py", "dispatch.py")
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
 def called_by_autograd() -> bool:
@@ -107,9 +114,6 @@ def called_by_autograd() -> bool:
     while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
         frame = frame.f_back
     return frame is not None and frame.f_code is _ENGINE
-
-
-no_dispatch = torch._C._DisableTorchDispatch
 
 
 def copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
