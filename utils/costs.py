@@ -136,7 +136,7 @@ def star_rounds(n):
 
 def tree_rounds(n):
     """Up a binomial tree, where pairs of ranks lie 1, 2, 4, … apart, and down again."""
-    pairs = [len(range(0, n - 2**k, 2 ** (k + 1))) for k in range(_rounds(n))]
+    pairs = [len(range(0, n - 2**k, 2 ** (k + 1))) for k in range(least_messages(n))]
     return [Round(p, 1, True) for p in pairs] + [Round(p, 1, False) for p in reversed(pairs)]
 
 

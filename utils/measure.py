@@ -18,22 +18,33 @@ from scipy.optimize import nnls
 # --- rank programs -------------------------------------------------------------------------------
 
 
+def finish(device: torch.device) -> None:
+    """Wait until a GPU has done all it was asked to do; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def best_time(comm, call: Callable[[], None], seconds: float = 0.1) -> float:
     """Seconds of `call()`, made by all ranks at once: the fastest of several batches of calls.
 
-    A batch lasts from a barrier until the slowest rank is done; batches are made for `seconds`.
+    A batch lasts from a barrier until the slowest rank is done; batches are made for `seconds`, two
+    at least. Every rank gets the same result.
     """
-    best, spent, batches, repeats = math.inf, 0.0, 0, 1
+    best, repeats, batches, spent = math.inf, 1, 0, 0.0
+    begin = time.perf_counter()
     while spent < seconds or batches < 2:
         comm.barrier()
+        finish(comm.device)
         start = time.perf_counter()
         for _ in range(repeats):
             call()
-        took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-        comm.all_reduce(took, "max")
-        spent, batches = spent + took.item(), batches + 1
-        best = min(best, took.item() / repeats)
-        repeats = max(1, min(100, int(seconds / 5 / best)))
+        finish(comm.device)
+        end = time.perf_counter()
+        slowest = torch.tensor([end - start, end - begin], device=comm.device)
+        comm.all_reduce(slowest, "max")
+        took, spent = slowest.tolist()
+        best, batches = min(best, took / repeats), batches + 1
+        repeats = max(1, min(100, int(seconds / 30 / best)))
     return best
 
 
@@ -44,7 +55,7 @@ def measure(comm, make: Callable, sizes: Sequence[int], seconds: float = 0.1) ->
 
 def ping_pong(comm, size: int) -> Callable[[], None]:
     """A call that sends `size` bytes from rank 0 to rank 1 and back: two messages in turn."""
-    x = torch.ones(size // 4)
+    x = torch.ones(size // 4, device=comm.device)
 
     def there_and_back():
         if comm.rank == 0:
@@ -59,20 +70,20 @@ def ping_pong(comm, size: int) -> Callable[[], None]:
 
 def shift(comm, size: int) -> Callable[[], None]:
     """A call in which every rank sends `size` bytes to the next one: n messages at once."""
-    x, y = torch.ones(size // 4), torch.ones(size // 4)
+    x, y = (torch.ones(size // 4, device=comm.device) for _ in range(2))
     right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     return lambda: comm.exchange(x, right, y, left)
 
 
 def addition(comm, size: int) -> Callable[[], None]:
     """A call in which every rank adds `size` bytes to as many others."""
-    x, y = torch.ones(size // 4), torch.ones(size // 4)
+    x, y = (torch.ones(size // 4, device=comm.device) for _ in range(2))
     return lambda: x.add_(y)
 
 
 def copying(comm, size: int) -> Callable[[], None]:
     """A call in which every rank copies `size` bytes within its own memory."""
-    x, y = torch.ones(size // 4), torch.ones(size // 4)
+    x, y = (torch.ones(size // 4, device=comm.device) for _ in range(2))
     return lambda: x.copy_(y)
 
 
@@ -80,7 +91,7 @@ def calls_of(all_reduce: Callable) -> Callable:
     """For `measure`: calls of `all_reduce(comm, tensor)` on a tensor of `size` bytes."""
 
     def make(comm, size):
-        x = torch.full((size // 4,), 0.0)
+        x = torch.full((size // 4,), 0.0, device=comm.device)
         return lambda: all_reduce(comm, x)
 
     return make

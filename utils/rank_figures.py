@@ -41,7 +41,7 @@ class SideBySide:
         left = 'style="text-align:left;vertical-align:top"'
         heads = "".join(f"<th {left}>{html.escape(title)}</th>" for title in self.columns)
         code = "".join(
-            f'<td {left}><pre style="font-size:85%">{html.escape(text)}</pre></td>'
+            f'<td {left}><pre style="font:85% monospace">{html.escape(text)}</pre></td>'
             for text in self.columns.values()
         )
         return f"<table><tr>{heads}</tr><tr>{code}</tr></table>"
@@ -127,14 +127,13 @@ def draw_predictions(sizes, measured, predicted, title):
         for label, lines in predicted.items():
             dashes, width = ("-", 1.8) if label == last else ("--", 1.2)
             colour = COLOURS[name] if label == last else "#888888"
-            ax.plot(sizes, np.array(lines[name]) * 1e3, dashes, color=colour, lw=width)
-            x, y = sizes[-1] * 1.25, lines[name][-1] * 1e3
-            ax.text(x, y, label, fontsize=7, va="center", color="#444444")
-        ax.plot(sizes, np.array(times) * 1e3, "o", color=plots.HOST, ms=4)
+            ax.plot(sizes, np.array(lines[name]) * 1e3, dashes, color=colour, lw=width, label=label)
+        ax.plot(sizes, np.array(times) * 1e3, "o", color=plots.HOST, ms=4, label="measured")
+        ax.legend(loc="upper left")
         error = np.median(abs(relative_errors(predicted[last][name], times)))
         ax.set_title(f"{name}: median error {error:.0%}")
     for ax in axes.flat:
-        ax.set(xscale="log", yscale="log", xlim=(sizes[0] / 1.5, sizes[-1] * 30))
+        ax.set(xscale="log", yscale="log", xlim=(sizes[0] / 1.5, sizes[-1] * 1.5))
         ax.set_xticks(10.0 ** np.arange(3, 9), ["1 KB", "10", "100", "1 MB", "10", "100"])
     for ax in axes[:, 0]:
         ax.set_ylabel("time (ms)")
