@@ -266,3 +266,24 @@ def test_subclasses(devices):
     x = torch.ones(3, device=devices[1]).as_subclass(Named)
     y = (x + 1).to(devices[2])
     assert (x.device, y.device, type(y)) == (devices[1], devices[2], Named)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nested_tensors(devices):
+    parts = [torch.ones(2), torch.ones(3)]
+    for x in (torch.nested.nested_tensor(parts, device=devices[1]),
+              torch.nested.nested_tensor(parts).to(devices[1])):  # fmt: skip
+        padded = torch.nested.to_padded_tensor(x * 2, 0.0)
+        assert padded.device == x.device == devices[1]
+        assert padded.tolist() == [[2, 2, 0], [2, 2, 2]]
+    found = []
+    for device in ("cpu", devices[1]):  # nested inside
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2).to(device).eval()
+        mask = torch.tensor([[False, False, True], [False, False, False]], device=device)
+        with torch.no_grad():
+            found.append(model(torch.ones(2, 3, 8, device=device), src_key_padding_mask=mask).cpu())
+    assert torch.equal(*found)
+    with pytest.raises(RuntimeError, match="same device"):  # a known limit, said so
+        torch.nested.nested_tensor(parts, device=devices[1], layout=torch.jagged)

@@ -18,6 +18,13 @@
 What the model leaves out: kernels' own start-up and shapes (one efficiency serves all), caches,
 the allocator's fragmentation and rounding, clock speeds that change, wires shared with other
 traffic, and copies that slow one another or the kernels beside them.
+
+Known limits: no streams or events of one's own; `torch.compile` leaves code as it is; autocast
+casts what it casts on the CPU; the work of several threads is seen, in whatever order they come;
+a result too large for its device is computed before it is refused, unless it is a new tensor or a
+copy; gradients that a hook returns are not checked for their device. Nested tensors of the jagged
+layout, and functions that were taken by name before the first Cluster (`from torch.nn.functional
+import one_hot`) and whose C++ makes tensors on the CPU, end in the error of mixed devices.
 """
 
 from __future__ import annotations

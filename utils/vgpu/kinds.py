@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -51,6 +52,8 @@ def kind_of_copy(tensor: Tensor, block: Block | None) -> str:
 def label(tensor, kind: str) -> None:
     """Note what a module's tensor is for; on the host too, so that its copies inherit it."""
     if tensor is None or state.machine is None or tensor.layout is not torch.strided:
+        return
+    if is_lazy(tensor):  # it has no data yet
         return
     block = block_of(tensor)
     if block is None:

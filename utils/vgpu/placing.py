@@ -42,6 +42,8 @@ def block_of(tensor: Tensor) -> Block | None:
     """The block on a tensor's storage; None for ordinary host memory."""
     try:
         return getattr(tensor.untyped_storage(), "block", None)
+    except ValueError:  # a lazy module's parameter has no data yet
+        return None
     except NotImplementedError:
         inner = without_storage(tensor)
         return None if inner is None else block_of(inner)
@@ -70,7 +72,10 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 def nbytes_of(tensor: Tensor) -> int:
     """The bytes of a tensor's elements; of its values where it is sparse."""
     if tensor.layout is torch.strided:
-        return tensor.nbytes
+        try:
+            return tensor.nbytes
+        except RuntimeError:  # a nested tensor has no shape
+            return tensor.untyped_storage().nbytes()
     parts = sparse_parts(tensor)
     return parts[-1].nbytes if parts else 0
 
@@ -80,7 +85,7 @@ def span_of(tensor: Tensor, block: Block | None = None, size: int | None = None)
     block = block_of(tensor) if block is None else block
     if block is None or tensor.layout is not torch.strided:
         return block
-    size = tensor.nbytes if size is None else size
+    size = nbytes_of(tensor) if size is None else size
     if size >= block.nbytes and block.spans is None:
         return block
     itemsize = tensor.itemsize
@@ -110,9 +115,8 @@ def put(tensor: Tensor, place, kind: str) -> Block:
     if type(tensor) not in PLAIN:
         answer_for(type(tensor))
     storage = tensor.untyped_storage()
-    storage.block = block = Block(
-        place, storage.nbytes(), kind, (str(tensor.dtype)[6:], tuple(tensor.shape))
-    )
+    shape = "nested" if tensor.is_nested else tuple(tensor.shape)
+    storage.block = block = Block(place, storage.nbytes(), kind, (str(tensor.dtype)[6:], shape))
     return block
 
 

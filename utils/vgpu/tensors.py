@@ -77,7 +77,7 @@ def device(self) -> torch.device:
     """The device a tensor is on: a virtual GPU where its storage says so."""
     try:
         block = self.untyped_storage().block
-    except (AttributeError, NotImplementedError):
+    except (AttributeError, NotImplementedError, ValueError):
         block = block_of(self)
     if block is None or block.place.index < 0 or here.computing or state.machine is None:
         return _device.__get__(self)
@@ -104,6 +104,8 @@ def to(original, self, *args, **kwargs):
         if isinstance(args[0] if args else kwargs.get("other"), Tensor):
             return original(self, dtype, non_blocking, copy, memory_format=memory_format)
         return original(self, *args, **kwargs)
+    if torch.nn.parameter.is_lazy(self):
+        self = self.data  # what the parameter of a lazy module has so far: a device
     target = place_of_device(wanted)
     same_dtype = dtype is None or dtype == self.dtype
     same_layout = memory_format in (None, torch.preserve_format) or self.is_contiguous(
