@@ -197,7 +197,7 @@ class Comm:
     def _wait_any(self, works: list[Work]) -> int:
         raise NotImplementedError
 
-    def _meet(self, description: tuple) -> dict[int, tuple]:
+    def _meet(self, description: tuple) -> dict[int, tuple | str]:
         """Tell the group what this rank is about to do; returns what each rank said.
 
         It may return nothing if all said the same.
@@ -274,15 +274,21 @@ class Comm:
                     )
 
 
-def disagreement(said: dict[int, tuple]) -> str:
+def disagreement(said: dict[int, tuple | str]) -> str:
     """What the ranks of a group said when they did not say the same."""
-    groups: dict[tuple, list[int]] = {}
-    for rank, words in sorted(said.items()):
-        groups.setdefault(words, []).append(rank)
-    lines = []
-    for (name, options, shapes), ranks in groups.items():
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        settings = ", ".join(f"{key}={value!r}" for key, value in options)
-        tensors = ", ".join(f"{shape} {dtype}" for shape, dtype in shapes)
-        lines.append(f"  {who}: {name}({', '.join(filter(None, [tensors, settings]))})")
+    groups: dict[str, list[int]] = {}
+    for rank, call in sorted(said.items()):
+        groups.setdefault(call if isinstance(call, str) else words_of(call), []).append(rank)
+    lines = [
+        f"  {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {words}"
+        for words, ranks in groups.items()
+    ]
     return "the ranks do not make the same call; nothing was sent:\n" + "\n".join(lines)
+
+
+def words_of(call: tuple) -> str:
+    """A call as it was described to `_meet`, such as `all_reduce((2,) float32, op='sum')`."""
+    name, options, shapes = call
+    settings = ", ".join(f"{key}={value!r}" for key, value in options)
+    tensors = ", ".join(f"{shape} {dtype}" for shape, dtype in shapes)
+    return f"{name}({', '.join(filter(None, [tensors, settings]))})"

@@ -31,7 +31,8 @@ def context():
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     chosen = multiprocessing.get_context("forkserver")
-    chosen.set_forkserver_preload(["utils.ranks.worker"])
+    # Without torch._dynamo, the first optimizer in each process would take seconds to load it.
+    chosen.set_forkserver_preload(["utils.ranks.worker", "torch._dynamo"])
     return chosen
 
 

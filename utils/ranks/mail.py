@@ -116,7 +116,7 @@ def shorten(text: bytes) -> bytes:
     """A text that fits in a letter; a long one ends with a number that stands for the whole."""
     if len(text) <= ROOM:
         return text
-    return text[: ROOM - 10] + b"%010d" % zlib.crc32(text)
+    return text[: ROOM - 15] + b"... #%010d" % zlib.crc32(text)
 
 
 def number_of(key) -> int:

@@ -84,16 +84,12 @@ class SharedEnd(End):
         self.last = 0  # a sender's: the number of its last piece
         self.asked = False  # a receiver's: somebody wants it (it did not come early)
 
-    def has_begun(self) -> bool:
-        self.transport.progress()
-        return self.begun
-
     def is_completed(self) -> bool:
-        self.transport.progress()
+        """Whether it is done, after `progress`."""
         return self.done
 
     def wait_in(self, lane: Lane, doing: int) -> None:
-        lane.wait(self.is_completed, doing, self.peer, self.kind, self.nbytes)
+        lane.wait(lambda: self.done, doing, self.peer, self.kind, self.nbytes)
 
 
 class Outgoing:
@@ -142,6 +138,7 @@ class Incoming:
         came = early.popleft()
         if not early:
             del self.early[end.number]
+        end.begun = True
         if not end.matches(came.kind, came.nbytes, came.sent_at):
             self.asked -= 1
             return
@@ -174,6 +171,7 @@ class Incoming:
             end = posted.popleft()
             if not posted:
                 del self.posted[number]
+            end.begun = True
             if end.matches(kind, nbytes, sent_at):
                 return end
             self.asked -= 1  # it gets an error, and what comes is lost

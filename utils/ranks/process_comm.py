@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import threading
 import time
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .comm import OTHER_HANDLE, Comm
+from .comm import OTHER_HANDLE, Comm, words_of
 from .control import Board, Doing, State
 from .mail import Mail, number_of, shorten
 from .segment import wait_until
@@ -37,11 +36,19 @@ class Lane:
         self.waits: list[tuple[float, float]] | None = [] if number == 0 else None
 
     def wait(self, ready: Callable[[], bool], doing: int, peer=0, kind=0, nbytes=0) -> None:
-        """Wait, so that it is known outside what for; the program does not compute then."""
-        if ready():
-            return
-        with self.waiting(doing, peer, kind, nbytes):
-            wait_until(ready, self.process.spins)
+        """Wait, so that it is known outside what for; the program does not compute then.
+
+        Meanwhile all messages of this rank go on.
+        """
+        progress = self.process.transport.progress
+
+        def look() -> bool:
+            progress()
+            return ready()
+
+        if not look():
+            with self.waiting(doing, peer, kind, nbytes):
+                wait_until(look, self.process.spins)
 
     def wait_blocking(self, finish: Callable, doing: int):
         """The same with a function that returns when the wait is over."""
@@ -108,11 +115,12 @@ class SendWork(Work):
     """A message on its way out."""
 
     def __init__(self, comm: ProcessComm, tensor: Tensor, dst: int, number: int):
-        self.lane = comm._lane
+        self.process, self.lane = comm._process, comm._lane
         data = tensor.detach().contiguous()
-        self.end = comm._process.transport.send(data, dst, number)
+        self.end = self.process.transport.send(data, dst, number)
 
     def is_completed(self) -> bool:
+        self.process.transport.progress()
         return self.end.is_completed()
 
     def _wait(self) -> None:
@@ -132,28 +140,30 @@ class RecvWork(Work):
         self.end = self.process.transport.recv(data, src, number)
         self.taken = False
 
-    def has_begun(self) -> bool:
-        """Whether the sender has begun; ValueError if what it sends was not asked for."""
-        begun = self.end.has_begun()
-        if self.end.error is not None:
-            end = self.end
-            raise ValueError(
-                f"rank {self.src} sends {end.error} to rank {self.process.rank}, which receives "
-                f"{describe(end.kind, end.nbytes)}; make the two equal"
-            )
-        return begun
-
     def is_completed(self) -> bool:
-        if self.has_begun() and self.end.is_completed():
+        self.process.transport.progress()
+        self.check()
+        if self.end.is_completed():
             self.take()
         return self.taken
 
     def _wait(self) -> None:
         end = self.end
-        self.lane.wait(self.has_begun, Doing.RECEIVE, self.src, end.kind, end.nbytes)
         if not end.done:
-            end.wait_in(self.lane, Doing.NOTHING)
+            self.lane.wait(lambda: end.begun, Doing.RECEIVE, self.src, end.kind, end.nbytes)
+            self.check()
+            if not end.done:
+                end.wait_in(self.lane, Doing.NOTHING)
         self.take()
+
+    def check(self) -> None:
+        """Raise ValueError if what comes is not what was asked for."""
+        end = self.end
+        if end.error is not None:
+            raise ValueError(
+                f"rank {self.src} sends {end.error} to rank {self.process.rank}, which receives "
+                f"{describe(end.kind, end.nbytes)}; make the two equal"
+            )
 
     def take(self) -> None:
         """Put what has come where it was asked for, once."""
@@ -211,7 +221,7 @@ class ProcessComm(Comm):
         come: list[int] = []
 
         def look() -> bool:
-            come[:] = [i for i, work in enumerate(works) if work.has_begun()]
+            come[:] = [i for i, work in enumerate(works) if work.end.begun]
             return bool(come)
 
         peer = works[0].src if len(works) == 1 else -1
@@ -221,7 +231,7 @@ class ProcessComm(Comm):
     def time(self) -> float:
         return time.perf_counter() - self._process.start
 
-    def _meet(self, description: tuple) -> dict[int, tuple]:
+    def _meet(self, description: tuple) -> dict[int, tuple | str]:
         self._check_owner()
         if self._whole and self._meet_on_board(description):
             return {}
@@ -241,10 +251,10 @@ class ProcessComm(Comm):
         self._lane.wait(ready, Doing.MEET)
         return board.all_said(number)
 
-    def _meet_by_mail(self, description: tuple) -> dict[int, tuple]:
+    def _meet_by_mail(self, description: tuple) -> dict[int, tuple | str]:
         """Tell each rank of the group what this one is about to do, and hear what they are."""
         process, about = self._process, self._number("meeting") + self._calls
-        mine = shorten(repr(description).encode())
+        mine = shorten(words_of(description).encode())
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         for rank in others:
             process.mail.post(self.ranks[rank], about, mine)
@@ -259,7 +269,8 @@ class ProcessComm(Comm):
                 return letter is not None
 
             self._lane.wait(come, Doing.MEET, member)
-            said[rank] = description if letters[0] == mine else parse(letters[0])
+            same = letters[0] == mine
+            said[rank] = description if same else letters[0].decode(errors="replace")
         return said
 
     def _launch(self, channel, function: Callable, args: tuple) -> Work:
@@ -270,12 +281,3 @@ class ProcessComm(Comm):
 
     def _sub_comm(self, rank: int, ranks, channel) -> Comm:
         return type(self)(self._process, self._lane, rank, ranks, self.device, channel)
-
-
-def parse(text: bytes) -> tuple:
-    """What another rank said, for an error message; as it stands if it was too long to keep."""
-    words = text.decode(errors="replace")
-    try:
-        return ast.literal_eval(words)
-    except (SyntaxError, ValueError):
-        return words, (), ()

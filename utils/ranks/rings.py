@@ -25,18 +25,22 @@ def find_rings(links: Sequence[Sequence[int]], path: tuple[int, ...] = (0,)) -> 
             yield from find_rings(links, (*path, gpu))
 
 
+def split_over(values: Tensor, rings: Sequence[tuple], n: int) -> list[tuple[Tensor, ...]]:
+    """A flat tensor's share for each ring, in proportion to the weights, cut in n parts."""
+    sums = list(accumulate(weight for _, weight in rings))
+    cuts = [values.numel() * at // sums[-1] for at in sums[:-1]]
+    return [share.tensor_split(n) for share in values.tensor_split(cuts)]
+
+
 def multi_ring_all_reduce(comm, tensor: Tensor, rings: Sequence[tuple], op: str = "sum") -> None:
     """All-reduce over several directed rings at once, each for its share of the tensor. In place.
 
-    `rings` are pairs (order of the ranks, weight); shares are in proportion to the weights. All
-    rings take step after step together: 2(n-1) steps, as one ring does.
+    `rings` are pairs (order of the ranks, weight). All rings take step after step together:
+    2(n-1) steps, as one ring does.
     """
-    n = comm.world_size
-    flat = Flat(tensor)
+    n, flat = comm.world_size, Flat(tensor)
     divide_first(flat.values, n, op)
-    sums = list(accumulate(weight for _, weight in rings))
-    cuts = [flat.values.numel() * at // sums[-1] for at in sums[:-1]]
-    shares = [share.tensor_split(n) for share in flat.values.tensor_split(cuts)]
+    shares = split_over(flat.values, rings, n)
     places = [order.index(comm.rank) for order, _ in rings]
     for step in range(2 * (n - 1)):
         moving = []

@@ -40,7 +40,7 @@ class End:
 
     def matches(self, kind: int, nbytes: int, sent_at: int) -> bool:
         """Note what comes; whether it is what was asked for."""
-        self.begun, self.sent_at = True, sent_at
+        self.sent_at = sent_at
         if kind != self.kind or nbytes != self.nbytes:
             self.error = describe(kind, nbytes)
         return self.error is None
@@ -87,24 +87,21 @@ class GlooTransport:
         return end
 
     def progress(self) -> None:
-        """Accept what has been announced and asked for."""
+        """Accept what has been announced and asked for; note what others have accepted."""
         self.mail.read()
         if self.seen == self.mail.came or not self.lock.acquire(blocking=False):
             return
         try:
             self.seen = self.mail.came
             self.asked = [end for end in self.asked if not end.begin()]
-        finally:
-            self.lock.release()
-
-    def accepted(self, dst: int, number: int) -> None:
-        """Note which of the messages with a number have been accepted: the first ones."""
-        while self.mail.take(dst, ~number) is not None:
-            with self.lock:
+            for dst, number in list(self.announced):
                 ends = self.announced[dst, number]
-                ends.popleft().begun = True
+                while self.mail.take(dst, ~number) is not None:
+                    ends.popleft().begun = True
                 if not ends:
                     del self.announced[dst, number]
+        finally:
+            self.lock.release()
 
 
 class GlooEnd(End):
@@ -122,12 +119,9 @@ class GlooEnd(End):
             return self.data.view(-1).view(torch.uint8)
         return torch.zeros(1, dtype=torch.uint8)
 
-    def has_begun(self) -> bool:
-        """Whether the other side has begun too."""
-        raise NotImplementedError
-
     def is_completed(self) -> bool:
-        if not self.done and self.has_begun() and self.error is None and self.waiter is None:
+        """Whether it is done, after `progress`."""
+        if self.begun and not self.done and self.error is None and self.waiter is None:
             self.waiter = threading.Thread(target=self.finish, daemon=True)
             self.waiter.start()
         return self.done
@@ -137,7 +131,7 @@ class GlooEnd(End):
         self.done = True
 
     def wait_in(self, lane: Lane, doing: int) -> None:
-        lane.wait(self.has_begun, doing, self.peer, self.kind, self.nbytes)
+        lane.wait(lambda: self.begun, doing, self.peer, self.kind, self.nbytes)
         finish = self.finish if self.waiter is None else self.waiter.join
         lane.wait_blocking(finish, Doing.NOTHING)
 
@@ -145,20 +139,9 @@ class GlooEnd(End):
 class GlooSend(GlooEnd):
     """The sending end."""
 
-    def has_begun(self) -> bool:
-        if not self.begun:
-            self.transport.progress()
-            self.transport.accepted(self.peer, self.number)
-        return self.begun
-
 
 class GlooRecv(GlooEnd):
     """The receiving end."""
-
-    def has_begun(self) -> bool:
-        if not self.begun:
-            self.transport.progress()
-        return self.begun
 
     def begin(self) -> bool:
         """Receive if the message has been announced, and is what was asked for."""
@@ -169,4 +152,5 @@ class GlooRecv(GlooEnd):
         if self.matches(*GlooTransport.LETTER.unpack(letter)):
             self.work = dist.irecv(self.bytes(), self.peer, tag=number % 2**31)
             mail.post(self.peer, ~number, b"")
+        self.begun = True
         return True
