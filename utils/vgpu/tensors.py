@@ -97,6 +97,14 @@ def set_grad(self, grad) -> None:
     _grad.__set__(self, grad)
 
 
+def lazy_moved(tensor, target):
+    """Move what a lazy module's parameter or buffer has so far: the place where it will be."""
+    with torch._C.DisableTorchFunctionSubclass():
+        copy = move(tensor.detach().as_subclass(Tensor), target)
+        is_buffer = isinstance(tensor, torch.nn.parameter.UninitializedBuffer)
+        return copy.as_subclass(type(tensor)) if is_buffer else copy
+
+
 @replaces(Tensor.to)
 def to(original, self, *args, **kwargs):
     wanted, dtype, non_blocking, copy, memory_format = parse_to(*args, **kwargs)
@@ -104,9 +112,9 @@ def to(original, self, *args, **kwargs):
         if isinstance(args[0] if args else kwargs.get("other"), Tensor):
             return original(self, dtype, non_blocking, copy, memory_format=memory_format)
         return original(self, *args, **kwargs)
-    if torch.nn.parameter.is_lazy(self):
-        self = self.data  # what the parameter of a lazy module has so far: a device
     target = place_of_device(wanted)
+    if torch.nn.parameter.is_lazy(self):
+        return lazy_moved(self, target)
     same_dtype = dtype is None or dtype == self.dtype
     same_layout = memory_format in (None, torch.preserve_format) or self.is_contiguous(
         memory_format=memory_format
