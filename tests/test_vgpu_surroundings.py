@@ -173,6 +173,7 @@ def test_threads(devices):
         assert all(pool.map(work, range(16)))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_vmap_grad_and_the_like(devices):
     x = torch.tensor([1.0, 2.0, 3.0], device=devices[1])
     seen = []
