@@ -241,3 +241,14 @@ def test_pageable_memory_waits_and_pinned_memory_does_not(cluster):
         before = host.clock
         x.to("vgpu:0", non_blocking=non_blocking)
         assert (host.clock - before) * 1e-9 == near(expected)
+
+
+def test_a_question_to_pytorch_costs_nothing():
+    """An operation without tensors, such as PyTorch's own for the version of CUDA."""
+    library = torch.library.Library("course_questions", "DEF")
+    library.define("answer() -> int")
+    library.impl("answer", lambda: 42, "CompositeExplicitAutograd")
+    cluster = Cluster(2, quiet=True)
+    with cluster.record() as timeline:
+        assert torch.ops.course_questions.answer() == 42
+    assert timeline.events == [] and timeline.duration == 0

@@ -124,7 +124,7 @@ def compute(machine, op, work, args, kwargs):
                 writes.append(put(tensor, place, kind_of_result(needs_grad)))
             elif work.resizes:
                 block.resize(tensor.untyped_storage().nbytes())
-    if work.kernel:
+    if work.kernel and (reads or writes or nbytes):  # else it asks PyTorch, not a processor
         flops = work.flops(args, kwargs, result)
         half = bool(flops) and args[0].dtype in HALF
         machine.compute(place, work.name, flops, nbytes, half, reads, writes)
