@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -242,10 +243,17 @@ def test_uses_the_active_conda_environment_but_not_base(setup):
     assert code and "has no Python" in said and "conda install python" in said
 
 
+def heed_interrupts():
+    """A shell that runs the tests in the background has its children ignore interrupts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_interrupted_installation_leaves_no_stamp(setup):
     place = setup.python(".venv")
     (place / "hangs").touch()
-    running = subprocess.Popen(**setup.command(), start_new_session=True)
+    running = subprocess.Popen(
+        **setup.command(), start_new_session=True, preexec_fn=heed_interrupts
+    )
     while not (place / "hanging").exists():
         assert running.poll() is None
         time.sleep(0.05)

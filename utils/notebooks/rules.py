@@ -18,9 +18,7 @@ MACHINE = re.compile(
     r"/(?:root|work|tmp|home|mnt|Users|private/var)/|[A-Z]:\\+Users|/site-packages/"
 )
 ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{6,}|\b0x7f[0-9a-f]{6,}")
-INDEX = re.compile(
-    r"https?://[^\s\"')]*(?:pypi|pythonhosted|anaconda|npmjs|/whl/|/simple/)|--(?:extra-)?index-url"
-)
+INDEX = re.compile(r"https?://[^\s\"')]*/(?:whl|simple)/|--(?:extra-)?index-url")
 INSTALL = re.compile(r"^\s*[!%]\s*(?:pip|conda|mamba|apt\S*)\b|\bpip\W+install\b", re.MULTILINE)
 PORT = re.compile(r"(?<![\d.])(?:29500|12355)(?!\d)")
 
