@@ -69,8 +69,7 @@ def read_profile(trace):
     the CUDA runtime are the host's. Without any GPU work, the operations that no other operation
     called are the compute of a device "cpu". A profile with nothing of these is an empty timeline.
     """
-    slices = [s for s in trace.get("traceEvents", []) if s.get("ph") == "X" and "ts" in s]
-    slices = [s for s in slices if s.get("cat") in _RECORDED]
+    slices = [s for s in trace.get("traceEvents", []) if is_recorded(s)]
     if not slices:
         return [], [], 0.0
     start = min(s["ts"] for s in slices)
@@ -85,6 +84,11 @@ def read_profile(trace):
         events = [_event(s, start, "compute", ("cpu",), (0,)) for s in _outermost(slices)]
         devices = ["cpu"]
     return sorted(events, key=lambda e: e.start), devices, (end - start) * 1e-6
+
+
+def is_recorded(s):
+    """Whether an entry of a profile becomes an event, or part of one."""
+    return s.get("ph") == "X" and "ts" in s and s.get("cat") in _RECORDED
 
 
 def _event(s, start, kind, rows, devices=()):

@@ -13,6 +13,7 @@ virtual.py      ranks in simulated time: scheduler.py decides who runs, messages
 processes.py    ranks as processes: crew.py starts and ends them, worker.py is a rank's life,
                 process_comm.py its handle, on transports.py (sockets) or pipes.py (shared memory);
                 segment.py, mail.py and control.py: what they share besides; shared.py reduces there
+gpus.py         ranks as such processes with a GPU each, on nccl.py
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..devices import DEFAULT_SERVER, choose, place_on_machines
 from ..hardware import Server, get_server
 from .comm import Comm
 from .errors import DeadlockError, RankError
+from .gpus import run_gpus
 from .processes import run_processes
 from .result import Result
 from .virtual import run_virtual
@@ -50,8 +52,10 @@ def run(program: Callable, ranks: int = 4, on: str = "auto", args: tuple = (), *
     if on not in PLACES:
         raise ValueError(f"on is {on!r}; it can be {', '.join(PLACES)}")
     if on == "auto":
-        on = "gpus" if choose(ranks, server) == "cuda" else "virtual"
-    if on == "processes":
+        on = {"cuda": "gpus", "cpu": "processes"}.get(choose(ranks, server), "virtual")
+    if on == "gpus":
+        result = run_gpus(program, args, ranks, timeout, record)
+    elif on == "processes":
         result = run_processes(program, args, ranks, timeout, transport, record)
     else:
         server = place_on_machines(ranks, get_server(server or DEFAULT_SERVER), network)

@@ -214,6 +214,10 @@ class Comm:
 
     def _begin(self, name: str, *tensors: Tensor, **options) -> None:
         """Check a collective call, on this rank and against the other ranks' calls."""
+        self._agree(self._describe(name, *tensors, **options))
+
+    def _describe(self, name: str, *tensors: Tensor, **options) -> tuple:
+        """Check a collective call on this rank; returns what the others' must be equal to."""
         for option in ("src", "dst"):
             if option in options:
                 self._check_rank(options[option], f"be the {option} of {name}")
@@ -221,13 +225,16 @@ class Comm:
             raise ValueError(f"{name} knows the reductions {REDUCTIONS}, not {options['op']!r}")
         for tensor in tensors:
             collectives.check_tensor(tensor, reduces="op" in options)
+        shapes = tuple((tuple(t.shape), str(t.dtype)[6:]) for t in tensors)
+        return name, tuple(options.items()), shapes
+
+    def _agree(self, call: tuple) -> None:
+        """Meet the others before a collective call; ValueError if they do not make the same."""
         self._calls += 1
         if self.world_size == 1:
             return
-        shapes = tuple((tuple(t.shape), str(t.dtype)[6:]) for t in tensors)
-        mine = (name, tuple(options.items()), shapes)
-        said = self._meet(mine)
-        if any(other != mine for other in said.values()):
+        said = self._meet(call)
+        if any(other != call for other in said.values()):
             raise ValueError(disagreement({self.ranks[rank]: said[rank] for rank in said}))
 
     def _check_rank(self, rank: int, what: str) -> None:

@@ -40,10 +40,12 @@ class Lane:
 
         Meanwhile all messages of this rank go on.
         """
-        progress = self.process.transport.progress
+        progress, mail = self.process.transport.progress, self.process.mail
 
         def look() -> bool:
             progress()
+            if mail.overflow:
+                mail.flush()
             return ready()
 
         if not look():

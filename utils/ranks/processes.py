@@ -28,25 +28,31 @@ def run_processes(program: Callable, args: tuple, ranks: int, timeout: float | N
     if transport not in TRANSPORTS:
         raise ValueError(f"transport is {transport!r}; it can be {' or '.join(TRANSPORTS)}")
     with run_folder() as folder:
-        threads, environment = threads_of_a_rank(ranks), dict(os.environ)
-        jobs = [Job(rank, ranks, folder, threads, transport, record, environment)
-                for rank in range(ranks)]  # fmt: skip
-        with open(jobs[0].path("program"), "wb") as file:
-            name = getattr(program, "__name__", program)
-            pack_into((program, args), f"{name} or its arguments", file)
-        Segment(jobs[0].path("memory"), jobs[0].layout()["end"], create=True)
-        crew = Crew(jobs)
-        try:
-            crew.start()
-            crew.reports(timeout)
-        except RankError:
-            Result([], Timeline(), read_prints(jobs)).replay()
-            raise
-        finally:
-            crew.end()
-        reports = [unpack(job.path("value", job.rank).read_bytes()) for job in jobs]
-        prints = read_prints(jobs)
+        _, reports, prints = run_jobs(program, args, ranks, folder, timeout, transport, record)
     return Result([report[0] for report in reports], measured_timeline(reports), prints)
+
+
+def run_jobs(program: Callable, args: tuple, ranks: int, folder: str, timeout: float | None,
+             transport: str, record: bool) -> tuple[list[Job], list, list[str]]:  # fmt: skip
+    """Run a program in processes; returns their jobs, what they report and what they printed."""
+    threads, environment = threads_of_a_rank(ranks), dict(os.environ)
+    jobs = [Job(rank, ranks, folder, threads, transport, record, environment)
+            for rank in range(ranks)]  # fmt: skip
+    with open(jobs[0].path("program"), "wb") as file:
+        name = getattr(program, "__name__", program)
+        pack_into((program, args), f"{name} or its arguments", file)
+    Segment(jobs[0].path("memory"), jobs[0].layout()["end"], create=True)
+    crew = Crew(jobs)
+    try:
+        crew.start()
+        crew.reports(timeout)
+    except RankError:
+        Result([], Timeline(), read_prints(jobs)).replay()
+        raise
+    finally:
+        crew.end()
+    reports = [unpack(job.path("value", job.rank).read_bytes()) for job in jobs]
+    return jobs, reports, read_prints(jobs)
 
 
 def read_prints(jobs: list[Job]) -> list[str]:

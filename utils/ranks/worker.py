@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .control import Board, Doing, State
 from .errors import story
 from .mail import Mail
+from .nccl import NcclTransport
 from .packing import pack_into, unpack
 from .pipes import SharedTransport
 from .process_comm import Lane, Process, ProcessComm
@@ -83,6 +85,8 @@ def make_process(job: Job) -> Process:
     mail = Mail(segment, at["mail"], job.rank, job.ranks)
     if job.transport == "shared":
         transport = SharedTransport(segment, at["pipes"], job.rank, job.ranks, job.slot)
+    elif job.transport == "nccl":
+        transport = NcclTransport(mail, job.rank)
     else:
         transport = GlooTransport(mail)
     crowded = job.ranks > (os.cpu_count() or 1)
@@ -93,7 +97,7 @@ def make_process(job: Job) -> Process:
         shared = SharedAllReduce(segment, at[f"all_reduce{lane}"], job.rank, job.ranks)
         process.lanes.append(Lane(process, lane, states[lane], board, shared))
     states[1].set(Doing.IDLE)
-    if not job.record:
+    if not job.record or job.transport == "nccl":  # the profiler records then
         process.messages = process.lanes[0].waits = None
     return process
 
@@ -127,6 +131,7 @@ def main(job: Job, connection, lifeline) -> None:
     process = None
     try:
         os.environ.update(job.environment)
+        settle(job)
         process = make_process(job)
         process.failed = report.failure
         play(job, process)
@@ -137,26 +142,54 @@ def main(job: Job, connection, lifeline) -> None:
     os._exit(0)
 
 
-def play(job: Job, process: Process) -> None:
-    """Run the program as a rank; leaves (value, messages, waits, (start, end)) in a file."""
+def settle(job: Job) -> None:
+    """Make this process one of the ranks' own: threads, random numbers, the group of all."""
     torch.set_num_threads(job.threads)
     torch.manual_seed(job.rank)
     np.random.seed(job.rank)
     random.seed(job.rank)
     register_optimizer_step_pre_hook(check_gradients_arrived)
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback()
+    backend = "gloo"
+    if job.transport == "nccl":
+        torch.cuda.set_device(job.rank)
+        backend = "cpu:gloo,cuda:nccl"
     store = dist.FileStore(str(job.path("store")), job.ranks)
-    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.ranks)
+    dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks)
+
+
+def play(job: Job, process: Process) -> None:
+    """Run the program as a rank; leaves its report in a file.
+
+    The report is (value, messages, waits, (start, end)); on a GPU its peak memory for messages.
+    ."""
     program, args = unpack(job.path("program").read_bytes())
-    device = torch.device("cpu")
+    on_gpu = job.transport == "nccl"
+    device = torch.device("cuda", job.rank) if on_gpu else torch.device("cpu")
     comm = ProcessComm(process, process.lanes[0], job.rank, range(job.ranks), device)
-    process.start = time.perf_counter()
-    value = program(comm, *args)
-    process.finish()
-    took = process.start, time.perf_counter()
-    report = value, process.messages, process.lanes[0].waits, took
+    with profiled(job) if on_gpu else contextlib.nullcontext():
+        process.start = time.perf_counter()
+        value = program(comm, *args)
+        process.finish()
+        if on_gpu:
+            torch.cuda.synchronize()
+        took = process.start, time.perf_counter()
+    messages = torch.cuda.max_memory_allocated() if on_gpu else process.messages
+    report = value, messages, process.lanes[0].waits, took
     with open(job.path("value", job.rank), "wb") as file:
         pack_into(report, "the value that the program returned", file)
+
+
+@contextlib.contextmanager
+def profiled(job: Job) -> Iterator[None]:
+    """Let PyTorch's profiler write what the GPU does to a file of the run."""
+    if not job.record:
+        yield
+        return
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        yield
+    profile.export_chrome_trace(str(job.path("trace", job.rank)))
 
 
 def linger(connection, process: Process | None) -> None:
