@@ -168,7 +168,7 @@ def test_best_time_is_the_slowest_ranks(capfd):
     values = run(program, 3, "processes").values
     assert len({seconds for seconds, _ in values}) == 1  # all ranks agree, and made as many calls
     assert len({calls for _, calls in values}) == 1
-    assert 0.02 <= values[0][0] < 0.2
+    assert 0.02 <= values[0][0] < 2  # the sleeping rank, even on a busy machine
     assert capfd.readouterr() == ("", "")
 
 
