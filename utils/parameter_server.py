@@ -90,7 +90,7 @@ class Synchronous(Asynchronous):
 # --- the two ends -------------------------------------------------------------------------------
 
 
-def serve(comm, entries: Sequence[Asynchronous], workers: int) -> None:
+def serve(comm, entries: list[Asynchronous], workers: int) -> None:
     """A server's life: answer the pushes and pulls of ranks 0..workers-1 until all have left."""
     pulls, answers = {}, {}
     talks = {worker: conversation(comm, worker, entries, pulls) for worker in range(workers)}
@@ -107,7 +107,7 @@ def serve(comm, entries: Sequence[Asynchronous], workers: int) -> None:
             work.wait()
 
 
-def conversation(comm, worker: int, entries: Sequence[Asynchronous], pulls: dict):
+def conversation(comm, worker: int, entries: list[Asynchronous], pulls: dict):
     """What a server and one worker say to each other; yields each message it has to wait for."""
     header = torch.zeros(4, dtype=torch.int64)
     while True:
