@@ -680,15 +680,20 @@ def test_pool_statistics_of_single_values():
 
 
 def test_the_book_s_lenet_reaches_the_same_accuracy_on_one_and_two_devices():
-    """Batch 256, learning rate 0.2, as in the book; its digits are clothes."""
+    """Batch 256, learning rate 0.2, as in the book; its digits are clothes.
+
+    In double precision: at that rate the rounding of single precision, which differs with the order
+    of sums, grows to whole percents in 20 steps.
+    """
     X, y, X_test, y_test = digits()
+    X, X_test = X.double(), X_test.double()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     reached = []
     try:
         for k in (1, 2):
             generator = torch.Generator().manual_seed(0)
-            model = lenet()
+            model = lenet().double()
             for layer in model:
                 if hasattr(layer, "weight"):
                     nn.init.kaiming_normal_(layer.weight, generator=generator)
@@ -696,12 +701,12 @@ def test_the_book_s_lenet_reaches_the_same_accuracy_on_one_and_two_devices():
             replicas = replicate(model, devices_for(k))
             optimizers = [torch.optim.SGD(r.parameters(), lr=0.2) for r in replicas]
             for epoch in range(2):
-                for batch in batches(X, y, 256, seed=epoch):
+                for batch in batches(X[:2048], y[:2048], 256, seed=epoch):
                     train_step(replicas, optimizers, *batch, row_loss)
             reached.append(evaluate(replicas, X_test, y_test))
     finally:
         torch.set_num_threads(threads)
-    assert reached[0] > 0.75 and abs(reached[0] - reached[1]) <= 0.01
+    assert reached[0] > 0.6 and abs(reached[0] - reached[1]) <= 0.001
 
 
 def test_shape_only_mode():
