@@ -121,7 +121,7 @@ class NcclEnd(End):
         """Give the message to NCCL, after what the GPU has to do with its memory before."""
         if self.nbytes:
             torch.cuda.current_stream().wait_event(self.ready)
-            self.work = function(self.data.view(-1).view(torch.uint8), self.peer, group=channel)
+            self.work = function(self.bytes(), self.peer, group=channel)
         self.begun = True
 
     def is_completed(self) -> bool:

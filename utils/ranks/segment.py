@@ -46,6 +46,8 @@ class Segment:
 
     def tensor(self, offset: int, dtype: torch.dtype, count: int) -> Tensor:
         """A view as a tensor."""
+        if count == 0:
+            return torch.empty(0, dtype=dtype)  # torch.frombuffer takes none
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
 
 

@@ -38,6 +38,10 @@ class End:
         self.sent_at = 0  # ns: when the sender began, by the clock of the machine
         self.error: str | None = None
 
+    def bytes(self) -> Tensor:
+        """The data as bytes, also of a single element with a stride, which counts as contiguous."""
+        return self.data.as_strided((self.data.numel(),), (1,)).view(torch.uint8)
+
     def matches(self, kind: int, nbytes: int, sent_at: int) -> bool:
         """Note what comes; whether it is what was asked for."""
         self.sent_at = sent_at
@@ -67,7 +71,7 @@ class GlooTransport:
         self.mail = mail
         self.lock = threading.Lock()
         self.announced: dict[tuple[int, int], deque[GlooSend]] = {}  # and not accepted yet
-        self.asked: list[GlooRecv] = []  # and not announced yet
+        self.asked: dict[tuple[int, int], deque[GlooRecv]] = {}  # and not announced yet
         self.seen = 0  # letters that had come when these were last looked through
 
     def send(self, data: Tensor, dst: int, number: int) -> GlooSend:
@@ -81,7 +85,7 @@ class GlooTransport:
     def recv(self, data: Tensor, src: int, number: int) -> GlooRecv:
         end = GlooRecv(self, data, src, number)
         with self.lock:
-            self.asked.append(end)
+            self.asked.setdefault((src, number), deque()).append(end)
             self.seen = -1
         self.progress()
         return end
@@ -93,7 +97,12 @@ class GlooTransport:
             return
         try:
             self.seen = self.mail.came
-            self.asked = [end for end in self.asked if not end.begin()]
+            for key in list(self.asked):
+                ends = self.asked[key]
+                while ends and ends[0].begin():  # the first letter is for the first who asked
+                    ends.popleft()
+                if not ends:
+                    del self.asked[key]
             for dst, number in list(self.announced):
                 ends = self.announced[dst, number]
                 while self.mail.take(dst, ~number) is not None:
@@ -115,9 +124,7 @@ class GlooEnd(End):
 
     def bytes(self) -> Tensor:
         """What gloo is to send or to fill; an empty message has one byte all the same."""
-        if self.nbytes:
-            return self.data.view(-1).view(torch.uint8)
-        return torch.zeros(1, dtype=torch.uint8)
+        return super().bytes() if self.nbytes else torch.zeros(1, dtype=torch.uint8)
 
     def is_completed(self) -> bool:
         """Whether it is done, after `progress`."""
