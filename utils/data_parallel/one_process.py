@@ -11,7 +11,7 @@ import itertools
 
 import torch
 
-from .collectives import check_tensors, ring_all_reduce
+from ..collectives import check_tensors, ring_all_reduce
 
 
 def split_batch(X, y, devices):
