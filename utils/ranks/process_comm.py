@@ -21,8 +21,10 @@ from .work import Work
 
 if TYPE_CHECKING:
     from .shared import SharedAllReduce
+    from .wire import Wire
 
 NANO = 1e-9
+NAP = 1e-3  # seconds for which a rank that sleeps leaves its other messages alone
 here = threading.local()  # `lane`: the lane that this thread is; the program's is 0
 
 
@@ -57,6 +59,15 @@ class Lane:
         with self.waiting(doing):
             return finish()
 
+    def sleep_until(self, due: float) -> None:
+        """Sleep until a time (ns): a limited wire has not let a message pass yet."""
+        if time.perf_counter_ns() >= due:
+            return
+        with self.waiting(Doing.NOTHING):
+            while (left := due - time.perf_counter_ns()) > 0:
+                self.process.transport.progress()
+                time.sleep(min(left * NANO, NAP))
+
     def wait_for_others(self, ready: Callable[[], bool]) -> None:
         self.wait(ready, Doing.MEET, -1)
 
@@ -79,11 +90,16 @@ class Process:
         self.rank, self.ranks = rank, ranks
         self.mail, self.transport = mail, transport
         self.spins = spins
+        self.wire: Wire | None = None
         self.lanes: list[Lane] = []
         self.pool: ThreadPoolExecutor | None = None
         self.start = time.perf_counter()
         self.messages: list[tuple] | None = []
         self.failed: Callable[[BaseException], None] = lambda error: None
+
+    def passes(self, way: str, start: int, end: End) -> float:
+        """When a message has passed the wire (ns); without a limit it starts and has passed."""
+        return start if self.wire is None else self.wire.book(way, start, end.nbytes)
 
     def note_message(self, src: int, end: End, asked_at: int) -> None:
         if self.messages is not None:
@@ -120,14 +136,16 @@ class SendWork(Work):
         self.process, self.lane = comm._process, comm._lane
         data = tensor.detach().contiguous()
         self.end = self.process.transport.send(data, dst, number)
+        self.due = self.process.passes("out", time.perf_counter_ns(), self.end)
 
     def is_completed(self) -> bool:
         self.process.transport.progress()
-        return self.end.is_completed()
+        return self.end.is_completed() and time.perf_counter_ns() >= self.due
 
     def _wait(self) -> None:
         if not self.end.done:
             self.end.wait_in(self.lane, Doing.SEND)
+        self.lane.sleep_until(self.due)
 
 
 class RecvWork(Work):
@@ -140,12 +158,12 @@ class RecvWork(Work):
             data = torch.empty_like(data, memory_format=torch.contiguous_format)
         self.asked_at = time.perf_counter_ns()
         self.end = self.process.transport.recv(data, src, number)
-        self.taken = False
+        self.taken, self._due = False, None
 
     def is_completed(self) -> bool:
         self.process.transport.progress()
         self.check()
-        if self.end.is_completed():
+        if self.end.is_completed() and time.perf_counter_ns() >= self.due():
             self.take()
         return self.taken
 
@@ -156,7 +174,19 @@ class RecvWork(Work):
             self.check()
             if not end.done:
                 end.wait_in(self.lane, Doing.NOTHING)
+        self.lane.sleep_until(self.due())
         self.take()
+
+    @property
+    def start(self) -> int:
+        """When both ends were there (ns): known once it has begun."""
+        return max(self.end.sent_at, self.asked_at)
+
+    def due(self) -> float:
+        """When the wire has let the message pass (ns): known once it has begun."""
+        if self._due is None:
+            self._due = self.process.passes("in", self.start, self.end)
+        return self._due
 
     def check(self) -> None:
         """Raise ValueError if what comes is not what was asked for."""
@@ -228,7 +258,8 @@ class ProcessComm(Comm):
 
         peer = works[0].src if len(works) == 1 else -1
         self._lane.wait(look, Doing.RECEIVE, peer)
-        return min(come, key=lambda i: max(works[i].end.sent_at, works[i].asked_at))
+        come.sort(key=lambda i: works[i].start)  # in this order they take the wire
+        return min(come, key=lambda i: works[i].due())
 
     def time(self) -> float:
         return time.perf_counter() - self._process.start

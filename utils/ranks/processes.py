@@ -23,20 +23,23 @@ TRANSPORTS = ("gloo", "shared")
 
 
 def run_processes(program: Callable, args: tuple, ranks: int, timeout: float | None,
-                  transport: str, record: bool) -> Result:  # fmt: skip
+                  transport: str, record: bool, wire: tuple | None = None) -> Result:  # fmt: skip
     """Run a program on processes of this machine; see `run`."""
     if transport not in TRANSPORTS:
         raise ValueError(f"transport is {transport!r}; it can be {' or '.join(TRANSPORTS)}")
     with run_folder() as folder:
-        _, reports, prints = run_jobs(program, args, ranks, folder, timeout, transport, record)
+        _, reports, prints = run_jobs(
+            program, args, ranks, folder, timeout, transport, record, wire
+        )
     return Result([report[0] for report in reports], measured_timeline(reports), prints)
 
 
 def run_jobs(program: Callable, args: tuple, ranks: int, folder: str, timeout: float | None,
-             transport: str, record: bool) -> tuple[list[Job], list, list[str]]:  # fmt: skip
+             transport: str, record: bool,
+             wire: tuple | None = None) -> tuple[list[Job], list, list[str]]:  # fmt: skip
     """Run a program in processes; returns their jobs, what they report and what they printed."""
     threads, environment = threads_of_a_rank(ranks), dict(os.environ)
-    jobs = [Job(rank, ranks, folder, threads, transport, record, environment)
+    jobs = [Job(rank, ranks, folder, threads, transport, record, environment, wire)
             for rank in range(ranks)]  # fmt: skip
     with open(jobs[0].path("program"), "wb") as file:
         name = getattr(program, "__name__", program)

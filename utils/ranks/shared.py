@@ -152,6 +152,11 @@ def shared_memory_all_reduce(comm, tensor: Tensor, op: str = "sum") -> None:
             "these ranks share no memory: shared_memory_all_reduce needs run(…, on='processes') "
             "and the whole world, not a group"
         )
+    if comm._process.wire is not None:
+        raise RuntimeError(
+            "shared_memory_all_reduce sends no messages, so that bandwidth and latency would not "
+            "count: use an all-reduce of messages, such as ring_all_reduce"
+        )
     flat = Flat(tensor)
     comm.shared_all_reduce(flat.values, op, lambda: comm._agree(call), comm._lane.wait_for_others)
     flat.write_back()

@@ -32,6 +32,7 @@ from .process_comm import Lane, Process, ProcessComm
 from .segment import Segment, offsets
 from .shared import SharedAllReduce
 from .transports import GlooTransport
+from .wire import Wire
 from .work import check_gradients_arrived
 
 LANES = 2  # the program and its background
@@ -49,6 +50,7 @@ class Job:
     transport: str
     record: bool
     environment: dict[str, str]
+    wire: tuple[float, float] | None = None
 
     @property
     def slot(self) -> int:
@@ -91,6 +93,7 @@ def make_process(job: Job) -> Process:
         transport = GlooTransport(mail)
     crowded = job.ranks > (os.cpu_count() or 1)
     process = Process(job.rank, job.ranks, mail, transport, 20 if crowded else SPINS)
+    process.wire = Wire(*job.wire) if job.wire else None
     states = job.states(segment)[job.rank]
     for lane in range(LANES):
         board = Board(segment, at[f"board{lane}"], job.rank, job.ranks)
