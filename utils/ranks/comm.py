@@ -245,15 +245,17 @@ class Comm:
             )
 
     def _check_peer(self, tensor: Tensor, peer: int, what: str) -> None:
+        known = isinstance(peer, int) and 0 <= peer < len(self.ranks)
+        if known and peer != self.rank and isinstance(tensor, Tensor):
+            return
         if not isinstance(tensor, Tensor):
             raise TypeError(f"a message is a tensor, not {type(tensor).__name__}")
-        if not isinstance(peer, int) or not 0 <= peer < self.world_size:
-            raise ValueError(
-                f"rank {self.rank} cannot {what} rank {peer}: this group has the "
-                f"{self.world_size} ranks 0 to {self.world_size - 1}"
-            )
-        if peer == self.rank:
+        if known:
             raise ValueError(f"rank {self.rank} cannot {what} itself; copy the tensor instead")
+        raise ValueError(
+            f"rank {self.rank} cannot {what} rank {peer}: this group has the "
+            f"{self.world_size} ranks 0 to {self.world_size - 1}"
+        )
 
     def _check_count(self, tensors: Sequence[Tensor], name: str) -> None:
         if len(tensors) != self.world_size:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 class Message(Work):
     """One end of a message."""
 
-    __slots__ = ("scheduler", "tensor", "rank", "peer", "key", "sends", "time", "turn", "place",
+    __slots__ = ("scheduler", "tensor", "rank", "peer", "sends", "time", "turn", "place",
                  "span", "done", "end", "waiter", "error")  # fmt: skip
 
     def __init__(
@@ -27,7 +25,7 @@ class Message(Work):
     ):
         self.scheduler = scheduler
         self.tensor = tensor
-        self.rank, self.peer, self.key, self.sends = rank, peer, key, sends
+        self.rank, self.peer, self.sends = rank, peer, sends
         host = scheduler.machine.host
         block = block_of(tensor)
         if block is None:
@@ -35,14 +33,17 @@ class Message(Work):
         else:
             self.place, self.span = place_of(tensor), span_of(tensor, block)
         self.time = host.clock = host.clock + self.place.launch
-        # Of messages posted at one time, every rank's first goes before anyone's second.
-        sender = scheduler.ranks[rank]
-        self.turn = sender.sent
-        sender.sent += sends
         self.done, self.end = False, 0
         self.waiter: Fiber | None = None
         self.error: ValueError | None = None
-        pair(scheduler, self)
+        if sends:
+            # Of messages posted at one time, every rank's first goes before anyone's second.
+            sender = scheduler.ranks[rank]
+            self.turn = sender.sent
+            sender.sent += 1
+            find_other_end(scheduler, self, (rank, peer, key))
+        else:
+            find_other_end(scheduler, self, (peer, rank, key))
 
     def is_completed(self) -> bool:
         return self.done
@@ -99,27 +100,24 @@ def wait_for_any(scheduler: Scheduler, messages: list[Message]) -> int:
     return min(done, key=lambda position: messages[position].end)
 
 
-def pair(scheduler: Scheduler, message: Message) -> None:
-    """Let a message's end wait for the other end or, if that is there, go on its way."""
+def find_other_end(scheduler: Scheduler, message: Message, key: tuple) -> None:
+    """Let one end of a message wait for the other or, if that is there, send both on their way."""
     posted = scheduler.posted
-    opposite = (not message.sends, message.peer, message.rank, message.key)
-    waiting = posted.get(opposite)
-    if not waiting:
-        mine = (message.sends, message.rank, message.peer, message.key)
-        if mine in posted:
-            posted[mine].append(message)
-        else:
-            posted[mine] = deque((message,))
+    waiting = posted.get(key)
+    if waiting is None:
+        posted[key] = [message]
         return
-    other = waiting.popleft()
+    if waiting[0].sends is message.sends:
+        waiting.append(message)
+        return
+    other = waiting.pop(0)
     if not waiting:
-        del posted[opposite]
+        del posted[key]
     send, recv = (message, other) if message.sends else (other, message)
     time = max(send.time, recv.time)
     if send.span is not None and send.span.ready > time:
         time = send.span.ready
-    scheduler.order += 1
-    heapq.heappush(scheduler.transfers, (time, send.turn, scheduler.order, send, recv))
+    scheduler.transfers.push(time, send.turn, (send, recv))
 
 
 def deliver(scheduler: Scheduler, send: Message, recv: Message) -> None:

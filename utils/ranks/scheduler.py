@@ -89,6 +89,31 @@ class Fiber:
         return f"  rank {self.rank.number} {why}{describe_stack(self.thread.ident)}"
 
 
+class Queue:
+    """Items by time, then turn; those with both equal in the order of arrival, which are many."""
+
+    def __init__(self):
+        self.keys: list[tuple[int, int]] = []  # a heap
+        self.items: dict[tuple[int, int], deque] = {}
+
+    def push(self, time: int, turn: int, item) -> None:
+        key = (time, turn)
+        items = self.items.get(key)
+        if items is None:
+            self.items[key] = deque((item,))
+            heapq.heappush(self.keys, key)
+        else:
+            items.append(item)
+
+    def pop(self):
+        """The first item."""
+        items = self.items[self.keys[0]]
+        item = items.popleft()
+        if not items:
+            del self.items[heapq.heappop(self.keys)]
+        return item
+
+
 class Scheduler:
     """Decides who runs: the earliest in simulated time, one at a time."""
 
@@ -98,9 +123,9 @@ class Scheduler:
         self.ranks = ranks
         self.fibers: set[Fiber] = set()
         self.threads: list[threading.Thread] = []
-        self.ready: list[tuple[int, int, Fiber]] = []
-        self.transfers: list[tuple[int, int, int, Message, Message]] = []
-        self.posted: dict[tuple, deque[Message]] = {}
+        self.ready = Queue()  # (order, fiber)
+        self.transfers = Queue()  # (sending end, receiving end) of messages that both have posted
+        self.posted: dict[tuple, list[Message]] = {}  # ends that wait for the other one, in order
         self.lanes: dict = {}  # the background of each rank that has launched something
         self.closing = False  # all programs have ended: the backgrounds may end too
         self.abandoned = False  # the run is over, though a rank would not end
@@ -124,7 +149,7 @@ class Scheduler:
         fiber.blocked = False
         self.order += 1
         fiber.order = self.order
-        heapq.heappush(self.ready, (fiber.host.clock, self.order, fiber))
+        self.ready.push(fiber.host.clock, 0, (self.order, fiber))
 
     def arrive(self, fiber: Fiber, time: int) -> None:
         """A message that a fiber waits for ends at a time (ps); it goes on if that was enough."""
@@ -157,9 +182,7 @@ class Scheduler:
     def let_others_catch_up(self) -> None:
         """Before the running fiber takes wires: those with an earlier clock may want them first."""
         clock = self.machine.host.clock
-        if (self.ready and self.ready[0][0] < clock) or (
-            self.transfers and self.transfers[0][0] < clock
-        ):
+        if any(keys and keys[0][0] < clock for keys in (self.ready.keys, self.transfers.keys)):
             self.wake(self.current)
             self.hand_over(self.current)
             if self.error is not None:
@@ -195,13 +218,13 @@ class Scheduler:
 
     def next(self) -> Fiber | None:
         """Carry out the messages that come first; the fiber whose turn it is, if any."""
-        ready, transfers = self.ready, self.transfers
+        ready, transfers = self.ready.keys, self.transfers.keys
         while ready or transfers:
             if transfers and (not ready or transfers[0][0] <= ready[0][0]):
-                *_, send, recv = heapq.heappop(transfers)
+                send, recv = self.transfers.pop()
                 deliver(self, send, recv)
             else:
-                _, order, fiber = heapq.heappop(ready)
+                order, fiber = self.ready.pop()
                 if order == fiber.order:  # it has not been called to an earlier time meanwhile
                     return fiber
         return None

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,13 +60,13 @@ class VirtualComm(Comm):
 
     def _post_send(self, tensor: Tensor, dst: int, tag: int) -> Message:
         self._check_owner()
-        key = self._channel, tag
-        return Message(self._scheduler, tensor, self._number, dst, key, sends=True)
+        key = (tag, self._channel)
+        return Message(self._scheduler, tensor, self._number, dst, key, True)
 
     def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Message:
         self._check_owner()
-        key = self._channel, tag
-        return Message(self._scheduler, tensor, self._number, src, key, sends=False)
+        key = (tag, self._channel)
+        return Message(self._scheduler, tensor, self._number, src, key, False)
 
     def _wait_all(self, works: tuple[Message, ...]) -> None:
         wait_for(self._scheduler, works)
@@ -147,7 +148,10 @@ def run_all(scheduler: Scheduler, payload: bytes, timeout: float | None) -> None
     try:
         for number, rank in enumerate(scheduler.ranks):
             fiber = Fiber(scheduler, rank, f"host{number}")
-            scheduler.add(fiber, lambda fiber=fiber: play(fiber, payload, threads))
+            # A copy for each rank, as in a process of its own. It is made here, since a module that
+            # calls `run` while it is imported cannot be imported by another thread.
+            program, args = unpack(payload)
+            scheduler.add(fiber, partial(play, fiber, program, args, threads))
         scheduler.hand_over(None)
         if not scheduler.finished.wait(timeout):
             late = scheduler.current
@@ -161,14 +165,13 @@ def run_all(scheduler: Scheduler, payload: bytes, timeout: float | None) -> None
         thread.join(0.1)
 
 
-def play(fiber: Fiber, payload: bytes, threads: int) -> None:
-    """A rank's life: its own copy of the program, as in a process of its own."""
+def play(fiber: Fiber, program: Callable, args: tuple, threads: int) -> None:
+    """A rank's life."""
     scheduler, rank = fiber.scheduler, fiber.rank
     fiber.thread.is_rank = True
     torch.set_num_threads(threads)
     device = scheduler.machine.devices[rank.number]
     comm = VirtualComm(fiber, rank.number, range(len(scheduler.ranks)), device.torch_device)
-    program, args = unpack(payload)
     value = program(comm, *args)
     scheduler.machine.synchronize([device])
     rank.value = pack(value, "the value that the program returned")
