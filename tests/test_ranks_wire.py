@@ -52,9 +52,9 @@ def several_messages(comm):
         assert works[0].is_completed() and short.item() == theirs.sum() / 1e6 == 1
 
     def any_of_two():
-        works = [comm.irecv(theirs, other, tag=1), comm.irecv(short, other, tag=2)]
+        works = [comm.irecv(short, other, tag=2), comm.irecv(theirs, other, tag=1)]
         sending = [comm.isend(torch.ones(1), other, tag=2), comm.isend(mine, other, tag=1)]
-        assert comm.wait_any(works) == 1
+        assert comm.wait_any(works[::-1]) == 1
         for work in works + sending:
             work.wait()
 
