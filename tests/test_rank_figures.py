@@ -76,14 +76,19 @@ def test_predictions_state_their_error():
     }
 
 
-def test_a_sweep_states_the_error_of_each_size():
-    sizes, seconds = [2**15, 2**20, 2**30], [1e-4, 2e-4, 1e-2]
-    rank_figures.draw_sweep(sizes, seconds, Line(1e-4, 1e-11), 8, "a title", [(240, "limit")])
-    texts = {text.get_text() for text in plt.gca().texts}
-    errors = {f"{(1e-4 + size * 1e-11) / time - 1:+.0%}" for size, time in zip(sizes, seconds)}
-    assert errors | {"limit"} <= texts
-    labels = [label.get_text() for label in plt.gca().get_xticklabels()]
-    assert labels == ["32 KiB", "1 MiB", "1 GiB"]
+def test_sweeps_state_their_worst_error():
+    sweeps = {"one": {2**15: 1e-4, 2**20: 2e-4, 2**30: 1e-2}, "two": {2**15: 1e-4, 2**20: 1e-4}}
+    lines = {"one": Line(1e-4, 1e-11), "two": Line(1e-4, 0.0)}
+    size, error = rank_figures.worst_error(sweeps["one"], lines["one"])
+    assert size == 2**20 and error == pytest.approx((1e-4 + 2**20 * 1e-11) / 2e-4 - 1)
+    rank_figures.draw_sweeps(sweeps, lines, 8, {"one": [(240, "limit")], "two": []})
+    first, second = plt.gcf().axes
+    assert {"45% too short", "limit"} == {text.get_text() for text in first.texts}
+    assert {"0% too long"} == {text.get_text() for text in second.texts}
+    labels = [label.get_text() for label in first.get_xticklabels()]
+    assert labels == ["32 KiB", "1 MiB", "32 MiB", "1 GiB"]
+    [dots] = [line for line in first.get_lines() if line.get_label() == "published"]
+    assert dots.get_ydata()[-1] == pytest.approx(2**30 / 1e-2 * 2 * 7 / 8 / 1e9)
 
 
 # Algorithm, size, ranks and wires

@@ -33,6 +33,17 @@ def test_wire_loads_are_the_bytes_of_the_messages():
     plots.picture("loads")
 
 
+def test_the_matrix_has_a_number_for_each_joined_pair():
+    server_figures.draw_link_matrix(LINKS, title="links")
+    ax = plt.gca()
+    shown = {tuple(map(round, text.get_position())): int(text.get_text()) for text in ax.texts}
+    assert shown == {(b, a): LINKS[a][b] for a in range(8) for b in range(8) if LINKS[a][b]}
+    assert len(ax.patches) == 64
+    shades = {patch.get_facecolor() for patch in ax.patches}
+    assert len(shades) == 3
+    plots.picture("matrix")
+
+
 @pytest.mark.parametrize("rings", [(), (DGX1_DOUBLE_RING, DGX1_DOUBLE_RING, DGX1_SINGLE_RING)])
 def test_a_line_for_each_link(rings):
     server_figures.draw_links(LINKS, rings=rings, title="links")

@@ -161,36 +161,49 @@ def overall_error(measured, lines):
     return float(np.median(np.abs(np.concatenate(errors))))
 
 
-# --- a published sweep --------------------------------------------------------------------------
+# --- published sweeps ---------------------------------------------------------------------------
 
 
-def draw_sweep(sizes, seconds, line, n, title, limits=()):
-    """Bus bandwidth of an all-reduce over its size: published dots, and the curve of one α–β line.
+def draw_sweeps(sweeps, lines, n, limits):
+    """Bus bandwidth of all-reduces over their size: published dots, and the curve of an α–β line.
 
-    `line(bytes)` gives seconds; its error is written at every dot. `limits` are (GB/s, label).
+    A panel for each of `sweeps`, {title: {bytes: seconds}}, on `n` GPUs; `lines[title](bytes)`
+    gives seconds, and its worst error is written in the panel. `limits[title]` are (GB/s, label).
     """
-    _, ax = plt.subplots(figsize=(7, 3.6))
-    published = [costs.bus_bandwidth(s, t, n) / 1e9 for s, t in zip(sizes, seconds)]
-    many = np.logspace(math.log10(sizes[0] / 2), math.log10(sizes[-1] * 2), 100)
-    modelled = [costs.bus_bandwidth(s, line(s), n) / 1e9 for s in many]
-    ax.plot(many, modelled, color=plots.COMMUNICATION, label="one α–β line")
-    ax.plot(sizes, published, "o", color=plots.HOST, label="published")
-    for size, seconds_, y in zip(sizes, seconds, published):
-        error = line(size) / seconds_ - 1
-        ax.annotate(f"{error:+.0%}", (size, y), (4, 7), textcoords="offset points", fontsize=7.5)
-    for value, label in limits:
-        ax.axhline(value, color="#888888", lw=1, ls="--", zorder=0)
-        ax.text(many[0] * 1.1, value, label, fontsize=7.5, va="bottom", color="#444444")
-    top = max([*published, *(value for value, _ in limits)])
-    ax.set(xscale="log", xlim=(many[0], many[-1] * 1.5), ylim=(-0.02 * top, 1.12 * top))
-    crowded = [later / size < 3 for size, later in zip(sizes, sizes[1:])] + [False]
-    ax.set_xticks(sizes, ["" if c else _binary(size) for c, size in zip(crowded, sizes)])
-    ax.minorticks_off()
-    ax.set(xlabel="size of each GPU's tensor", ylabel="bus bandwidth (GB/s)", title=title)
-    ax.legend(loc="lower right")
+    _, axes = plt.subplots(1, len(sweeps), figsize=(4 * len(sweeps), 3.4), squeeze=False)
+    for ax, (title, sweep) in zip(axes[0], sweeps.items()):
+        sizes, line = list(sweep), lines[title]
+        many = np.logspace(math.log2(sizes[0] / 2), math.log2(sizes[-1] * 2), 100, base=2)
+        modelled = [costs.bus_bandwidth(size, line(size), n) / 1e9 for size in many]
+        published = [costs.bus_bandwidth(size, sweep[size], n) / 1e9 for size in sizes]
+        ax.plot(many, modelled, color=plots.COMMUNICATION, label="one α–β line")
+        ax.plot(sizes, published, "o", color=plots.HOST, ms=4, label="published")
+        size, error = worst_error(sweep, line)
+        at = size, published[sizes.index(size)]
+        text = f"{abs(error):.0%} too {'short' if error < 0 else 'long'}"
+        ax.annotate(text, at, (8, -5), textcoords="offset points", fontsize=8)
+        for value, label in limits[title]:
+            ax.axhline(value, color="#888888", lw=1, ls="--", zorder=0)
+            ax.text(many[0] * 1.2, value, label, fontsize=7.5, va="bottom", color="#444444")
+        top = max([*published, *(value for value, _ in limits[title])])
+        ax.set(xscale="log", xlim=(many[0], many[-1]), ylim=(0, 1.1 * top), title=title)
+        ticks = [2**power for power in (15, 20, 25, 30, 34) if sizes[0] <= 2**power <= sizes[-1]]
+        ax.set_xticks(ticks, [binary(size) for size in ticks])
+        ax.minorticks_off()
+        ax.set_xlabel("size of each GPU's tensor")
+    axes[0, 0].set_ylabel("bus bandwidth (GB/s)")
+    axes[0, -1].legend(loc="lower right")
 
 
-def _binary(size):
+def worst_error(sweep, line):
+    """Where a line misses a sweep most: (bytes, relative error of the line's time)."""
+    errors = relative_errors([line(size) for size in sweep], list(sweep.values()))
+    worst = int(np.argmax(np.abs(errors)))
+    return list(sweep)[worst], float(errors[worst])
+
+
+def binary(size):
+    """A number of bytes in KiB, MiB or GiB, as text."""
     unit, scale = next((u, s) for u, s in (("G", 30), ("M", 20), ("K", 10)) if size >= 2**s)
     return f"{size / 2**scale:.0f} {unit}iB"
 
@@ -266,7 +279,7 @@ def draw_algorithms(algorithm="ring", megabytes=1.0, n=8, wires="PCIe 3"):
             y = all_reduce_times(n, size, alpha, bandwidth)[other] * 1e3
             ax.plot(size / 1e6, y, "o", color=plots.HOST, ms=6, zorder=4)
             text = f"{'beats' if faster else 'loses to'} {other}\nfrom {size / 1e6:.2g} MB"
-            ax.annotate(text, (size / 1e6, y), (8, -20), textcoords="offset points", fontsize=7.5)
+            ax.annotate(text, (size / 1e6, y), (12, -30), textcoords="offset points", fontsize=7.5)
     chosen = all_reduce_times(n, megabytes * 1e6, alpha, bandwidth)[algorithm]
     ax.axvline(megabytes, color="#888888", lw=1, zorder=0)
     ax.plot(megabytes, chosen * 1e3, "s", color=COLOURS[algorithm], ms=7, zorder=3)

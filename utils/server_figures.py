@@ -75,6 +75,30 @@ def _draw_wire(ax, x, bottom, megabytes, up, side):
 # --- links and rings ----------------------------------------------------------------------------
 
 
+def draw_link_matrix(links, ax=None, title=None):
+    """How many links join each pair of GPUs, as a table: the more, the darker."""
+    ax = ax or plt.subplots(figsize=(4, 4))[1]
+    n = len(links)
+    for a, row in enumerate(links):
+        for b, count in enumerate(row):
+            shade = (plots.IDLE, "#AAAAAA", plots.HOST)[min(count, 2)]
+            square = plt.Rectangle((b - 0.46, a - 0.46), 0.92, 0.92, color=shade)
+            ax.add_patch(square)
+            if count:
+                colour = "black" if count == 1 else "white"
+                ax.text(b, a, count, color=colour, ha="center", va="center", fontsize=9)
+    ax.set(xlim=(-0.5, n - 0.5), ylim=(n - 0.5, -0.5), xlabel="GPU", ylabel="GPU")
+    ax.set_xticks(range(n))
+    ax.set_yticks(range(n))
+    ax.tick_params(length=0)
+    ax.grid(visible=False)
+    ax.set_aspect("equal")
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    if title:
+        ax.set_title(title)
+
+
 def draw_links(links, order=None, rings=(), ax=None, title=None):
     """GPUs on a circle, in `order`, with a line for each link; `rings` colour the links they use.
 
