@@ -14,6 +14,7 @@ import psutil
 import pytest
 from playwright.sync_api import sync_playwright
 
+from utils import rank_figures, server_figures
 from utils.notebooks import COURSE, chapters, code_cells, tags
 
 CHROMIUM = next(
@@ -187,6 +188,10 @@ class Page:
                     return True
         return False
 
+    def choose(self, number, option):
+        """Choose from a drop-down list."""
+        self.page.locator(".jp-Notebook .widget-dropdown select").nth(number).select_option(option)
+
     def close(self):
         self.page.close()
         for session in state(self.lab):
@@ -234,6 +239,15 @@ def with_slider():
     return []
 
 
+def views(*numbers):
+    """The cells of chapters that show one of the course's views."""
+    for path in chapters():
+        if path.name.startswith(numbers):
+            for cell in code_cells(json.loads(path.read_text(encoding="utf-8"))):
+                if re.match(r"widgets\.\w+_view\(", source := "".join(cell["source"])):
+                    yield source
+
+
 def add(lab, notebook, name):
     nbformat.write(notebook, lab[0] / "chapters" / name)
     return name
@@ -269,3 +283,22 @@ def test_chapter_and_its_sliders(open_page, name):
         range(1, len(to_run(notebook)) + 1)
     )
     assert page.move_slider()
+
+
+def test_views_of_chapters_05_and_06(lab, open_page, make_chapter, make_code):
+    cells = "from utils import widgets", *views("05", "06")
+    assert cells[1:] == ("widgets.algorithms_view()", "widgets.stale_view(delay=1, rate=0.9)")
+    page = open_page(add(lab, make_chapter(*map(make_code, cells)), "96_made.ipynb"))
+    assert list(errors(code_cells(page.run_all()))) == []
+
+    def shows(text):
+        return any(text in figure for figure in page.figures())
+
+    assert shows(rank_figures.describe_algorithms("ring", 1.0, 8, "PCIe 3"))
+    assert shows(server_figures.describe_stale_descent(1, 0.9))
+    assert all(page.move_slider(number) for number in range(4))  # each one step to the right
+    page.choose(1, "NVLink 4 (H200)")
+    page.wait(
+        lambda: shows(rank_figures.describe_algorithms("ring", 10**0.1, 12, "NVLink 4 (H200)"))
+    )
+    assert shows(server_figures.describe_stale_descent(2, 0.92))
