@@ -262,3 +262,14 @@ def test_nothing_is_modified_by_a_refused_call():
 
     for said, tensor in on_ranks(program, 2).values:
         assert "(2,)" in said and "(3,)" in said and tensor.unique().tolist() == [1.0]
+
+
+def test_a_large_world_sends_short_tensors_along_a_tree():
+    def program(comm):
+        x = torch.full((3,), comm.rank + 1.0, device=comm.device)
+        comm.all_reduce(x)
+        return x.tolist()
+
+    result = on_ranks(program, 100, server=ideal_server(100, 1e-6, 1e9))
+    assert result.values == [[5050.0] * 3] * 100
+    assert sum(event.name == "message" for event in result.timeline.events) == 2 * 99

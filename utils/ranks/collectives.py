@@ -215,20 +215,19 @@ def halving_doubling_all_reduce(comm, tensor: Tensor, op: str = "sum") -> None:
 
 
 def _halve_and_double(comm, values: Tensor, received: Tensor, power: int, op: str) -> None:
-    low, high, kept = 0, values.numel(), []
+    mine, kept = values, []
     distance = power // 2
     while distance:
-        partner, middle = comm.rank ^ distance, (low + high) // 2
-        lower, upper = (low, middle), (middle, high)
-        keep, give = (upper, lower) if comm.rank & distance else (lower, upper)
-        incoming = received[: keep[1] - keep[0]]
-        comm.exchange(values[slice(*give)], partner, incoming, partner)
-        combine(values[slice(*keep)], incoming, op)
-        kept.append((partner, keep, give))
-        low, high = keep
+        partner, middle = comm.rank ^ distance, mine.numel() // 2
+        lower, upper = mine[:middle], mine[middle:]
+        mine, theirs = (upper, lower) if comm.rank & distance else (lower, upper)
+        incoming = received[: mine.numel()]
+        comm.exchange(theirs, partner, incoming, partner)
+        combine(mine, incoming, op)
+        kept.append((partner, mine, theirs))
         distance //= 2
-    for partner, keep, give in reversed(kept):
-        comm.exchange(values[slice(*keep)], partner, values[slice(*give)], partner)
+    for partner, mine, theirs in reversed(kept):
+        comm.exchange(mine, partner, theirs, partner)
 
 
 def double_tree_all_reduce(comm, tensor: Tensor, op: str = "sum", pieces: int = 8) -> None:

@@ -17,6 +17,7 @@ from . import collectives
 from .work import Work, overlap
 
 REDUCTIONS = ("sum", "avg", "max", "min")
+SHORT = 8192  # bytes: in a ring, a part of less takes mostly latency
 OTHER_HANDLE = (
     "this handle belongs to another thread of the rank: a launched function must use the one that "
     "it is given as its first argument, and only the program itself the program's"
@@ -115,9 +116,14 @@ class Comm:
 
         `op` is "sum", "avg" (divided first, so that half precision does not overflow), "max" or
         "min". bool tensors are combined by "or"; integers narrower than 32 bits are refused.
+        It goes around a ring; with more than 16 ranks, whose ring has hundreds of messages, short
+        tensors go along a tree.
         """
         self._begin("all_reduce", tensor, op=op)
-        collectives.ring_all_reduce(self, tensor, op)
+        if self.world_size > 16 and tensor.nbytes < SHORT * self.world_size:
+            collectives.tree_all_reduce(self, tensor, op)
+        else:
+            collectives.ring_all_reduce(self, tensor, op)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: str = "sum") -> None:
         """Reduce everyone's `inputs[i]` into rank i's `output`; the inputs stay as they are."""
@@ -198,10 +204,7 @@ class Comm:
         raise NotImplementedError
 
     def _meet(self, description: tuple) -> dict[int, tuple | str]:
-        """Tell the group what this rank is about to do; returns what each rank said.
-
-        It may return nothing if all said the same.
-        """
+        """Tell the group what this rank is about to do; what each rank said, if that differs."""
         raise NotImplementedError
 
     def _launch(self, channel, function: Callable, args: tuple) -> Work:
@@ -234,7 +237,7 @@ class Comm:
         if self.world_size == 1:
             return
         said = self._meet(call)
-        if any(other != call for other in said.values()):
+        if said:
             raise ValueError(disagreement({self.ranks[rank]: said[rank] for rank in said}))
 
     def _check_rank(self, rank: int, what: str) -> None:

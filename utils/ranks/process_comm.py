@@ -36,6 +36,7 @@ class Lane:
         self.process, self.number = process, number
         self.state, self.board, self.all_reduce = state, board, all_reduce
         self.waits: list[tuple[float, float]] | None = [] if number == 0 else None
+        self.patience = (process.spins, 2000) if number == 0 else (10, 10)
 
     def wait(self, ready: Callable[[], bool], doing: int, peer=0, kind=0, nbytes=0) -> None:
         """Wait, so that it is known outside what for; the program does not compute then.
@@ -52,7 +53,7 @@ class Lane:
 
         if not look():
             with self.waiting(doing, peer, kind, nbytes):
-                wait_until(look, self.process.spins)
+                wait_until(look, *self.patience)
 
     def wait_blocking(self, finish: Callable, doing: int):
         """The same with a function that returns when the wait is over."""
@@ -304,7 +305,7 @@ class ProcessComm(Comm):
             self._lane.wait(come, Doing.MEET, member)
             same = letters[0] == mine
             said[rank] = description if same else letters[0].decode(errors="replace")
-        return said
+        return said if any(other != description for other in said.values()) else {}
 
     def _launch(self, channel, function: Callable, args: tuple) -> Work:
         self._check_owner()

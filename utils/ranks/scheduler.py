@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import heapq
+import sys
 import threading
 import time
 from collections import deque
@@ -269,6 +270,14 @@ class Scheduler:
         soon as it comes back from there.
         """
         self.error = self.error or error
+        report, sys.unraisablehook = sys.unraisablehook, lambda _: None  # Aborted in a finalizer
+        try:
+            self._interrupt()
+        finally:
+            sys.unraisablehook = report
+        self.abandoned = True
+
+    def _interrupt(self) -> None:
         deadline = time.monotonic() + PATIENCE
         while not self.finished.wait(0.05) and time.monotonic() < deadline:
             fiber = self.current
@@ -282,4 +291,3 @@ class Scheduler:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(fiber.thread.ident), ctypes.py_object(Aborted)
                 )
-        self.abandoned = True

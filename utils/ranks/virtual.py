@@ -33,15 +33,16 @@ alone = threading.Lock()  # there is one simulated machine at a time
 class Meeting:
     """What the ranks of a group said when they came to a collective call; takes no time."""
 
-    def __init__(self, comm: VirtualComm, name: str):
-        self.comm, self.name = comm, name
+    def __init__(self, comm: VirtualComm, first: tuple):
+        self.comm, self.first = comm, first
         self.said: dict[int, tuple] = {}
+        self.differ = False
         self.waiting: list[Fiber] = []
 
     def why(self) -> str:
         missing = [rank for rank in range(self.comm.world_size) if rank not in self.said]
         names = [self.comm._scheduler.name(self.comm.ranks[rank]) for rank in missing]
-        return f"waits in {self.name} for {'; '.join(names)}"
+        return f"waits in {self.first[0]} for {'; '.join(names)}"
 
 
 class VirtualComm(Comm):
@@ -82,8 +83,9 @@ class VirtualComm(Comm):
         scheduler, key = self._scheduler, (self._channel, self._calls)
         meeting = scheduler.meetings.get(key)
         if meeting is None:
-            meeting = scheduler.meetings[key] = Meeting(self, description[0])
+            meeting = scheduler.meetings[key] = Meeting(self, description)
         meeting.said[self.rank] = description
+        meeting.differ |= description != meeting.first
         if len(meeting.said) < self.world_size:
             meeting.waiting.append(self._fiber)
             scheduler.block(meeting.why)
@@ -91,7 +93,7 @@ class VirtualComm(Comm):
             del scheduler.meetings[key]
             for fiber in meeting.waiting:
                 scheduler.wake(fiber)
-        return meeting.said
+        return meeting.said if meeting.differ else {}
 
     def _launch(self, channel, function: Callable, args: tuple) -> Work:
         self._check_owner()
