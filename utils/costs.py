@@ -195,6 +195,36 @@ def largest_stale_rate(delay):
     return 2 * math.sin(math.pi / (2 * (2 * delay + 1)))
 
 
+# --- pipelines ---------------------------------------------------------------------------------
+
+# Of p equal stages and m equal micro-batches; `forward` and `backward` are a stage's seconds for
+# one micro-batch, and messages take no time.
+
+
+def naive_pipeline_time(p, m, forward, backward):
+    """One micro-batch at a time through p stages, of which one works at a time."""
+    return _check(p) * m * (forward + backward)
+
+
+def pipeline_time(p, m, forward, backward, chunks=1):
+    """GPipe and 1F1B: m rounds, and p - 1 to fill and drain; a chunk's rounds are that shorter.
+
+    With several chunks a stage (interleaved 1F1B) m must be a multiple of p.
+    """
+    return (m + (_check(p) - 1) / chunks) * (forward + backward)
+
+
+def pipeline_bubble(p, m, chunks=1):
+    """The bubble of GPipe, 1F1B and interleaved 1F1B over the ideal time: (p - 1) / (v m)."""
+    return (_check(p) - 1) / (chunks * m)
+
+
+def zero_bubble_time(p, m, forward, backward_input, backward_weight):
+    """ZB-H1 for m ≥ p and three equal parts: a bubble of (p - 1)(F + B - W), a third of 1F1B's."""
+    work = m * (forward + backward_input + backward_weight)
+    return work + (_check(p) - 1) * (forward + backward_input - backward_weight)
+
+
 # --- reporting bandwidth -----------------------------------------------------------------------
 
 # Bytes that each rank must at least send (or receive), as a multiple of the algorithm's size:
