@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from .comm import Comm
 from .scheduler import Fiber, Scheduler
 from .work import Work
-
-if TYPE_CHECKING:
-    from .virtual import VirtualComm
 
 
 class Launched(Work):
@@ -57,7 +53,7 @@ class Lane:
         self.fiber = Fiber(scheduler, scheduler.ranks[number], f"background {number}", idle=True)
         scheduler.add(self.fiber, self.serve)
 
-    def launch(self, comm: VirtualComm, function: Callable, args: tuple) -> Launched:
+    def launch(self, comm: Comm, function: Callable, args: tuple) -> Launched:
         """Put a function in the queue, with the handle that it gets."""
         job = Launched(self, comm, function, args)
         self.jobs.append(job)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from ..vgpu import private
 from ..vgpu.placing import block_of, place_of, span_of
+from .scheduler import Fiber, Scheduler
 from .work import Work
-
-if TYPE_CHECKING:
-    from .scheduler import Fiber, Scheduler
 
 
 class Message(Work):
@@ -50,6 +46,31 @@ class Message(Work):
 
     def _wait(self) -> None:
         wait_for(self.scheduler, (self,))
+
+    def deliver(self, recv: Message) -> None:
+        """Carry out a message: its bytes, its time on the wires, and wake who waits for it."""
+        source, target = self.tensor, recv.tensor
+        scheduler = self.scheduler
+        if source.numel() != target.numel() or source.dtype != target.dtype:
+            recv.error = ValueError(
+                f"rank {self.rank} sends {words(source)} to rank {recv.rank}, which receives "
+                f"{words(target)}; make the two equal"
+            )
+            if recv.waiter is not None:
+                scheduler.wake(recv.waiter)
+            return
+        end = scheduler.machine.transfer(
+            "message", source.nbytes, self.place, recv.place, self.span, recv.span,
+            max(self.time, recv.time),
+        )  # fmt: skip
+        if type(target).__name__ != "FakeTensor":
+            private.copy_bytes(source, target)
+        for message in (self, recv):
+            message.done, message.end = True, end
+            fiber = message.waiter
+            if fiber is not None:
+                message.waiter = None
+                scheduler.arrive(fiber, end)
 
     def describe(self) -> str:
         verb = "send {} to" if self.sends else "receive {} from"
@@ -118,31 +139,6 @@ def find_other_end(scheduler: Scheduler, message: Message, key: tuple) -> None:
     if send.span is not None and send.span.ready > time:
         time = send.span.ready
     scheduler.transfers.push(time, send.turn, (send, recv))
-
-
-def deliver(scheduler: Scheduler, send: Message, recv: Message) -> None:
-    """Carry out a message: its bytes, its time on the wires, and wake who waits for it."""
-    source, target = send.tensor, recv.tensor
-    if source.numel() != target.numel() or source.dtype != target.dtype:
-        recv.error = ValueError(
-            f"rank {send.rank} sends {words(source)} to rank {recv.rank}, which receives "
-            f"{words(target)}; make the two equal"
-        )
-        if recv.waiter is not None:
-            scheduler.wake(recv.waiter)
-        return
-    end = scheduler.machine.transfer(
-        "message", source.nbytes, send.place, recv.place, send.span, recv.span,
-        max(send.time, recv.time),
-    )  # fmt: skip
-    if type(target).__name__ != "FakeTensor":
-        private.copy_bytes(source, target)
-    for message in (send, recv):
-        message.done, message.end = True, end
-        fiber = message.waiter
-        if fiber is not None:
-            message.waiter = None
-            scheduler.arrive(fiber, end)
 
 
 def words(tensor: Tensor) -> str:

@@ -22,7 +22,6 @@ from torch import Tensor
 from ..vgpu import Machine, VirtualGPUMode, state
 from ..vgpu.machine import Device, Host
 from .errors import Aborted, DeadlockError, describe_stack, failure, story
-from .messages import Message, deliver
 
 PATIENCE = 5  # seconds for the ranks of a failed run to end
 
@@ -56,7 +55,7 @@ class Fiber:
         self.since = self.order = 0  # the clock when it began to wait; its place in the queue
         self.missing = 0  # messages that it waits for; 0 if it waits for any one of several
         self.idle = idle  # waits for launched functions, and may wait for ever
-        self.why: tuple[Message, ...] | Callable[[], str] | str = ""
+        self.why: tuple | Callable[[], str] | str = ""  # messages, or words
         self.current = scheduler.machine.devices[rank.number].number
         self.in_optimizer, self.latest = False, self.host
         self.thread = threading.Thread(daemon=True, name=f"rank {rank.number}")
@@ -126,7 +125,7 @@ class Scheduler:
         self.threads: list[threading.Thread] = []
         self.ready = Queue()  # (order, fiber)
         self.transfers = Queue()  # (sending end, receiving end) of messages that both have posted
-        self.posted: dict[tuple, list[Message]] = {}  # ends that wait for the other one, in order
+        self.posted: dict[tuple, list] = {}  # ends that wait for the other one, in order
         self.lanes: dict = {}  # the background of each rank that has launched something
         self.closing = False  # all programs have ended: the backgrounds may end too
         self.abandoned = False  # the run is over, though a rank would not end
@@ -223,7 +222,7 @@ class Scheduler:
         while ready or transfers:
             if transfers and (not ready or transfers[0][0] <= ready[0][0]):
                 send, recv = self.transfers.pop()
-                deliver(self, send, recv)
+                send.deliver(recv)
             else:
                 order, fiber = self.ready.pop()
                 if order == fiber.order:  # it has not been called to an earlier time meanwhile
