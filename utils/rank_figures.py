@@ -265,7 +265,7 @@ def crossings(algorithm, n, alpha, bandwidth):
 def draw_algorithms(algorithm="ring", megabytes=1.0, n=8, wires="PCIe 3"):
     """The α–β model's times over the message's size; one algorithm, one size stand out.
 
-    Dots mark the sizes at which that algorithm overtakes, or is overtaken by, another one.
+    Numbered dots mark the sizes at which that algorithm overtakes, or is overtaken by, another one.
     """
     alpha, bandwidth = WIRES[wires]
     sizes = np.logspace(3, 9, 121)
@@ -274,12 +274,14 @@ def draw_algorithms(algorithm="ring", megabytes=1.0, n=8, wires="PCIe 3"):
         width = 3.2 if name == algorithm else 1.3
         ax.plot(sizes / 1e6, times * 1e3, ls=DASHES[name], color=COLOURS[name], lw=width,
                 label=name)  # fmt: skip
-    for size, other, faster in crossings(algorithm, n, alpha, bandwidth):
-        if sizes[0] < size < sizes[-1]:
-            y = all_reduce_times(n, size, alpha, bandwidth)[other] * 1e3
-            ax.plot(size / 1e6, y, "o", color=plots.HOST, ms=6, zorder=4)
-            text = f"{'beats' if faster else 'loses to'} {other}\nfrom {size / 1e6:.2g} MB"
-            ax.annotate(text, (size / 1e6, y), (12, -30), textcoords="offset points", fontsize=7.5)
+    shown = [c for c in crossings(algorithm, n, alpha, bandwidth) if sizes[0] < c[0] < sizes[-1]]
+    for number, (size, other, _) in enumerate(shown, start=1):
+        y = all_reduce_times(n, size, alpha, bandwidth)[other] * 1e3
+        ax.plot(size / 1e6, y, "o", color=plots.HOST, ms=9, zorder=4)
+        ax.text(size / 1e6, y, number, color="white", fontsize=7, ha="center", va="center",
+                zorder=5)  # fmt: skip
+    listed = [f"{number}  {_crossing(*c)}" for number, c in enumerate(shown, start=1)]
+    ax.text(0.98, 0.04, "\n".join(listed), transform=ax.transAxes, ha="right", fontsize=8)
     chosen = all_reduce_times(n, megabytes * 1e6, alpha, bandwidth)[algorithm]
     ax.axvline(megabytes, color="#888888", lw=1, zorder=0)
     ax.plot(megabytes, chosen * 1e3, "s", color=COLOURS[algorithm], ms=7, zorder=3)
@@ -298,13 +300,16 @@ def describe_algorithms(algorithm="ring", megabytes=1.0, n=8, wires="PCIe 3"):
     times = all_reduce_times(n, megabytes * 1e6, alpha, bandwidth)
     listed = ", ".join(f"{name} {_milliseconds(time)}" for name, time in times.items())
     crossed = "; ".join(
-        f"{algorithm} {'beats' if faster else 'loses to'} {other} from {size / 1e6:.2g} MB"
-        for size, other, faster in crossings(algorithm, n, alpha, bandwidth)
+        f"{algorithm} {_crossing(*c)}" for c in crossings(algorithm, n, alpha, bandwidth)
     )
     return (
         f"Times of all-reduce algorithms over size, both logarithmic, on {n} ranks with {wires}. "
         f"At {megabytes:.3g} MB: {listed}. {crossed or 'No crossover of ' + algorithm}."
     )
+
+
+def _crossing(size, other, faster):
+    return f"{'beats' if faster else 'loses to'} {other} from {size / 1e6:.2g} MB"
 
 
 def _milliseconds(seconds):
