@@ -73,26 +73,37 @@ def best_cuts(layers: int, stages: int, cost: Callable[[int, int, int], float]) 
 
     `cost(stage, first, end)` is that of layers first to end-1 on a stage. best[end] is the best way
     to give the first `end` layers to the stages so far; each round lets one more stage take the
-    last of them. Of equally good cuts it takes, always the same, those that cut the layers before
-    the last stage best, then the earliest. Raises ValueError if nothing has a finite cost.
+    last of them. Which of equally good cuts it takes is always the same: those that cut the layers
+    before the last stage best, then the most even ones (by the sum of squares), then the latest, so
+    that a layer that costs nothing stays with the one before. Raises ValueError if nothing has a
+    finite cost.
     """
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be given to {stages} stages")
-    best = {end: (cost(0, 0, end), []) for end in range(1, layers + 1)}
+    best = {end: add_stage((0, 0, []), cost(0, 0, end), 0) for end in range(1, layers + 1)}
     for stage in range(1, stages):
         best = {
             end: min(
-                (max(best[first][0], cost(stage, first, end)), [*best[first][1], first])
+                add_stage(best[first], cost(stage, first, end), first)
                 for first in range(stage, end)
             )
             for end in range(stage + 1, layers + 1)
         }
-    worst, cuts = best[layers]
+    worst, _, starts = best[layers]
     if math.isinf(worst):
         raise ValueError(
             f"no way to cut {layers} layers into {stages} stages fits: use more stages"
         )
-    return cuts
+    return [-start for start in starts[1:]]
+
+
+def add_stage(so_far: tuple, cost: float, first: int) -> tuple:
+    """What is compared, with one more stage: worst cost, sum of squares, where stages begin.
+
+    The beginnings are negative, so that later ones are smaller.
+    """
+    worst, squares, starts = so_far
+    return max(worst, cost), squares + cost**2, [*starts, -first]
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> list[int]:

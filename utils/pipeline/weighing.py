@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,37 +58,41 @@ def time_layer(comm: Comm, layer: nn.Module, x: Tensor) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What a layer keeps: `parameters` counts them, `kept` has the bytes of each tensor by a key.
+    """What a layer has in memory: the number of its parameters, and tensors as {key: bytes}.
 
-    These are the tensors that autograd saves for the backward pass, the layer's input and its
-    output. Layers that keep the same tensor have the same key for it: it is in memory once.
+    `saved` is what autograd saves for its backward pass, without parameters and buffers. The same
+    tensor has the same key wherever it appears, since it is in memory once.
     """
 
     parameters: int
-    kept: dict[int, int]
+    input: dict[int, int]
+    saved: dict[int, int]
+    output: dict[int, int]
 
 
 def layer_memory(network: nn.Sequential, X: Tensor) -> list[LayerMemory]:
-    """What each layer keeps in memory for the rows X, from one forward pass."""
-    own = {storage_of(t): 0 for t in [*network.parameters(), *network.buffers()]}
+    """What each layer has in memory for the rows X, from one forward pass."""
+    own = {storage_of(t) for t in [*network.parameters(), *network.buffers()]}
     alive: list[Tensor] = []  # so that no two tensors get the same memory, and with it the same key
     layers = []
-    x = X
+    x = X.clone()  # a view would stand for all that it is a view of
     for layer in network:
-        kept: dict[int, int] = {}
-
-        def note(tensor, kept=kept):
-            if storage_of(tensor) not in own:
-                alive.append(tensor)
-                kept[storage_of(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        note(x)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            x = layer(x)
-        note(x)
-        layers.append(LayerMemory(sum(p.numel() for p in layer.parameters()), kept))
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t) or t, lambda t: t
+        ):
+            y = layer(x)
+        count = sum(p.numel() for p in layer.parameters())
+        kept = {key: size for t in saved for key, size in sized(t).items() if key not in own}
+        layers.append(LayerMemory(count, sized(x), kept, sized(y)))
+        alive += [x, y, *saved]
+        x = y
     return layers
+
+
+def sized(tensor: Tensor) -> dict[int, int]:
+    """The bytes of a tensor's memory, by its key."""
+    return {storage_of(tensor): tensor.untyped_storage().nbytes()}
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -96,11 +101,16 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def activation_bytes(layers: Sequence[LayerMemory], recompute=False) -> int:
-    """What a stage of these layers keeps for one micro-batch in flight; only its input if it
-    recomputes the rest."""
-    if recompute:
-        return next(iter(layers[0].kept.values()), 0)
-    return sum({key: size for layer in layers for key, size in layer.kept.items()}.values())
+    """What a stage of these layers keeps of one micro-batch: its input, its output, what is saved.
+
+    With recomputation it is the input alone.
+    """
+    kept = dict(layers[0].input)
+    if not recompute:
+        for layer in layers:
+            kept |= layer.saved
+        kept |= layers[-1].output
+    return sum(kept.values())
 
 
 def stage_bytes(layers: Sequence[LayerMemory], in_flight: int, optimizer="sgd") -> int:
@@ -132,6 +142,6 @@ def fastest_cuts_that_fit(
 
     def cost(stage, first, end):
         fits = stage_bytes(layers[first:end], in_flight[stage], optimizer) <= capacity
-        return sum(times[first:end]) if fits else float("inf")
+        return math.fsum(times[first:end]) if fits else math.inf
 
     return best_cuts(len(times), len(in_flight), cost)
