@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from scipy.optimize import nnls
 
 from utils import costs, measure, run
 from utils.hardware import ideal_server
@@ -59,6 +60,19 @@ def test_neither_alpha_nor_beta_is_negative():
     assert falling.beta == 0 and falling.alpha > 0
     steep = measure.fit_line([1e3, 1e6], [1e-9, 2e-3])
     assert steep.alpha >= 0 and steep.beta > 0
+
+
+@given(st.lists(st.tuples(st.floats(1e2, 1e9), st.floats(1e-6, 1e1)), min_size=2, max_size=9))
+def test_the_fit_is_that_of_non_negative_least_squares(points):
+    sizes, times = np.array(points).T
+    assume(len(set(sizes)) > 1)
+    line = measure.fit_line(sizes, times)
+    rows = np.stack([1 / times, sizes / times], axis=1)
+    scale = np.linalg.norm(rows, axis=0)
+    expected, _ = nnls(rows / scale, np.ones(len(sizes)))
+    assert line.alpha >= 0 and line.beta >= 0
+    found = rows @ (line.alpha, line.beta)
+    assert np.linalg.norm(found - 1) <= np.linalg.norm(rows / scale @ expected - 1) + 1e-6
 
 
 def test_the_published_a100_sweep_fits_no_line():

@@ -1,7 +1,8 @@
 """Measure the machine below the ranks: what a message, an addition, a collective takes.
 
 `run(measure, 2, "processes", args=(ping_pong, sizes))` and the like; then straight lines through
-the measured times. Sizes are bytes of float32 values, times seconds.
+the measured times. Sizes are bytes of float32 values, times seconds. Every rank that measures
+imports this module, so it imports nothing that takes long to load.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 
 # --- rank programs -------------------------------------------------------------------------------
 
@@ -129,8 +129,12 @@ def fit_line(sizes: Sequence[float], times: Sequence[float]) -> Line:
 
     Neither alpha nor beta comes out negative.
     """
-    sizes, times = np.asarray(sizes, float), np.asarray(times, float)
-    (alpha, beta), _ = nnls(np.stack([1 / times, sizes / times], axis=1), np.ones(len(sizes)))
+    a, b = 1 / np.asarray(times, float), np.asarray(sizes, float) / times
+    alpha, beta = np.linalg.lstsq(np.stack([a, b], axis=1), np.ones(len(a)))[0]
+    if alpha < 0:
+        alpha, beta = 0, b.sum() / (b @ b)
+    if beta < 0:
+        alpha, beta = a.sum() / (a @ a), 0
     return Line(float(alpha), float(beta))
 
 
