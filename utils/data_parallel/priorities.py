@@ -108,7 +108,7 @@ class PriorityDataParallel(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Sequential):
             name = type(module).__name__
-            raise TypeError(f"priorities need layers in order, an nn.Sequential, not {name}")
+            raise TypeError(f"priorities need layers in order: an nn.Sequential, not a {name}")
         self.module, self.comm, self.all_reduce = module, comm, all_reduce
         broadcast_module(comm, module)
         self.layers, taken = [], set()
@@ -154,7 +154,7 @@ class PriorityDataParallel(nn.Module):
     def send(self, layer: Layer) -> None:
         """Put a layer's parts in the queue, and launch the sending of as many."""
         for bucket in layer.buckets:
-            bucket.flat[-1].item()  # what counts is what is there, not what has been issued
+            torch.equal(bucket.flags, bucket.flags)  # waits: what counts is there, not only issued
         layer.sent, layer.travelling = True, len(layer.parts)
         for part in layer.parts:
             self.queue.put(layer, part, self.comm.time())

@@ -36,7 +36,7 @@ class Lane:
         self.process, self.number = process, number
         self.state, self.board, self.all_reduce = state, board, all_reduce
         self.waits: list[tuple[float, float]] | None = [] if number == 0 else None
-        self.patience = (process.spins, 2000) if number == 0 else (10, 10)
+        self.patience = (process.spins, 2000) if number == 0 else (10, 50)
 
     def wait(self, ready: Callable[[], bool], doing: int, peer=0, kind=0, nbytes=0) -> None:
         """Wait, so that it is known outside what for; the program does not compute then.

@@ -58,12 +58,12 @@ def publish(words: memoryview, index: int, value: int) -> None:
     words[index] = value
 
 
-def wait_until(ready: Callable[[], bool], spins: int) -> None:
+def wait_until(ready: Callable[[], bool], spins: int, yields: int = 2000) -> None:
     """Look again and again: at first without a break, then politely, soon with little sleeps."""
     for _ in range(spins):
         if ready():
             return
-    for _ in range(2000):
+    for _ in range(yields):
         give_way()
         if ready():
             return
