@@ -69,3 +69,64 @@ def resnet18(classes: int = 10, channels: int = 1) -> nn.Sequential:
     net.add_module("global_avg_pool", nn.AdaptiveAvgPool2d((1, 1)))
     net.add_module("fc", nn.Sequential(nn.Flatten(), nn.Linear(512, classes)))
     return net
+
+
+def attend(qkv, heads: int):
+    """Causal attention of some heads: queries, keys and values (batch, length, 3 · heads · size).
+
+    Returns the heads' results side by side, (batch, length, heads · size).
+    """
+    batch, length, _ = qkv.shape
+    q, k, v = qkv.view(batch, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    result = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return result.transpose(1, 2).reshape(batch, length, -1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with several heads; (batch, length, width) in and out."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"a width of {width} does not divide into {heads} heads")
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.out(attend(self.qkv(x), self.heads))
+
+
+class TransformerBlock(nn.Module):
+    """Attention, then an MLP of four times the width, each normalised before and added after."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def alexnet(classes: int = 1000, filters: Sequence[int] = (96, 256, 384, 384, 256),
+            hidden: int = 4096, size: int = 6) -> nn.Sequential:  # fmt: skip
+    """AlexNet with its two towers as groups: 60,965,224 parameters.
+
+    In the second, fourth and fifth convolution each half of the filters reads its own half of the
+    channels (cuda-convnet2's configuration: 48, 128, 192, 192 and 128 filters a tower). Images
+    (n, 3, 224, 224), which the convolutions bring down to `size` times `size`; returns logits.
+    """
+    a, b, c, d, e = filters
+    return nn.Sequential(
+        nn.Conv2d(3, a, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2),
+        nn.Conv2d(a, b, 5, padding=2, groups=2), nn.ReLU(), nn.MaxPool2d(3, 2),
+        nn.Conv2d(b, c, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(c, d, 3, padding=1, groups=2), nn.ReLU(),
+        nn.Conv2d(d, e, 3, padding=1, groups=2), nn.ReLU(), nn.MaxPool2d(3, 2),
+        nn.Flatten(),
+        nn.Linear(e * size * size, hidden), nn.ReLU(),
+        nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes),
+    )  # fmt: skip
