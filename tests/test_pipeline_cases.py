@@ -157,8 +157,8 @@ def train_tied(comm, make, cuts):
     pieces = cut_network(tied_network(), cuts)
     ties = tied_weights(comm, pieces)
     chunks = chunks_of(comm, pieces)
-    weights = list(chunks.parameters())  # a rank without any has nothing to step
-    optimizer = torch.optim.SGD(weights, lr=0.5, momentum=0.9) if weights else None
+    weights = [{"params": list(chunks.parameters())}]  # a stage may have none
+    optimizer = torch.optim.SGD(weights, lr=0.5, momentum=0.9)
     for number in range(3):
         parts = cut_batch(*token_batch(number), 3)
         schedule = make(comm.world_size, 3)

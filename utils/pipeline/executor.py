@@ -75,7 +75,8 @@ def run_schedule(
     """Carry out this rank's part of a schedule on its chunks of the network.
 
     The weights' gradients are then those of the mean loss over all rows, in place of earlier ones,
-    and the optimizer, if given, has stepped; where a gradient is not finite, no rank steps.
+    and the optimizer, if given, has stepped; where a gradient is not finite, no rank steps. Either
+    all ranks give one or none (a rank without weights: `SGD([{"params": []}])`).
     `loss(outputs, labels)` gives one value a row. Every rank is given all micro-batches, (X, y),
     but only the first piece uses X and only the last one y. `ties` are from `tied_weights`,
     `shapes` from `agree_on_shapes`, which otherwise is called here each time. `record` waits for
@@ -85,7 +86,7 @@ def run_schedule(
     if shapes is None:
         shapes = agree_on_shapes(comm, chunks, micro_batches[0][0])
     jobs, chunks = schedule[comm.rank], nn.ModuleList(chunks)
-    stage = Stage(comm, chunks, micro_batches, loss, shapes, jobs, optimizer, ties)
+    stage = Stage(comm, chunks, micro_batches, loss, shapes, schedule, optimizer, ties)
     if stage.trains:
         if loss is None:
             raise ValueError("a schedule with backward passes needs a loss")
@@ -129,7 +130,7 @@ def forward(stage: Stage, job) -> None:
     x = input_of(stage, job)
     if stage.recomputes:
         stage.random_states[at] = get_random_state(stage.comm.device)
-    with torch.set_grad_enabled(stage.trains and not stage.recomputes):
+    with torch.set_grad_enabled(stage.keeps_outputs):
         y = apply(stage, job, stage.chunks[job.chunk], x)
     if stage.trains:
         stage.inputs[at] = x
@@ -216,16 +217,17 @@ def step(stage: Stage, job) -> None:
 
     Where a gradient is not finite on any rank, none steps, and buffers are as they were before.
     """
-    for work in stage.sending:
+    for work in stage.sending.values():
         work.wait()
-    if not stage.trains:
+    if stage.trains:
+        sum_tied_gradients(stage.ties)
+    if not stage.trains or stage.optimizer is None:
         return
-    sum_tied_gradients(stage.ties)
-    if not all_finite(stage.comm, stage.chunks):
+    if all_finite(stage.comm, stage.chunks):
+        stage.optimizer.step()
+    else:
         for buffer, before in zip(stage.chunks.buffers(), stage.buffers):
             buffer.copy_(before)
-    elif stage.optimizer is not None:
-        stage.optimizer.step()
 
 
 # --- random numbers -----------------------------------------------------------------------------

@@ -41,10 +41,14 @@ def sum_tied_gradients(ties: Sequence[tuple]) -> None:
 
 @torch.no_grad()
 def all_finite(comm: Comm, module: nn.Module) -> bool:
-    """Whether all gradients on all ranks are finite: the same answer on all of them."""
+    """Whether all gradients on all ranks are finite: the same answer on all of them.
+
+    A sum is not finite if a number in it is not, and takes one look at each.
+    """
     found = [p.grad for p in module.parameters() if p.grad is not None]
     dense = [g.coalesce().values() if g.is_sparse else g for g in found]
-    largest = nn.utils.get_total_norm(dense, float("inf")).to(comm.device)
-    finite = largest.isfinite().to(torch.float32)
+    sums = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in dense]
+    total = sum(sums[1:], sums[0]) if sums else torch.zeros((), device=comm.device)
+    finite = total.isfinite().to(torch.float32)
     comm.all_reduce(finite, op="min")
     return bool(finite.item())

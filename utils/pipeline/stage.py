@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..ranks import Comm
 from ..vgpu.kinds import label
-from .checks import awaited_message, sent_message
+from .checks import Schedule, awaited_message, sent_message
 from .schedules import BACKWARD, ReceiveGradient, Recompute, SendGradient, Step
 
 
@@ -28,7 +28,7 @@ class Stage:
     micro_batches: Sequence[tuple[Tensor, Tensor]]
     loss: Callable | None
     shapes: list  # of what each piece takes and, last, what the network gives
-    jobs: Sequence
+    schedule: Schedule
     optimizer: torch.optim.Optimizer | None = None
     ties: Sequence[tuple] = ()
     inputs: dict = field(default_factory=dict)
@@ -37,14 +37,17 @@ class Stage:
     weight_halves: dict = field(default_factory=dict)
     random_states: dict = field(default_factory=dict)
     arriving: dict = field(default_factory=dict)  # tensor and work, by message
-    sending: list = field(default_factory=list)
+    sending: dict = field(default_factory=dict)  # work, by message
     results: dict = field(default_factory=dict)
 
     def __post_init__(self):
         self.rows = sum(len(X) for X, _ in self.micro_batches)
         self.last = self.comm.world_size * len(self.chunks) - 1
-        self.trains = any(isinstance(job, BACKWARD) for job in self.jobs)
-        self.recomputes = any(isinstance(job, Recompute) for job in self.jobs)
+        self.sent, self.used = positions(self.schedule, self.last)
+        jobs = self.schedule[self.comm.rank]
+        self.trains = any(isinstance(job, BACKWARD) for job in jobs)
+        self.recomputes = any(isinstance(job, Recompute) for job in jobs)
+        self.keeps_outputs = self.trains and not self.recomputes
         self.buffers = [buffer.clone() for buffer in self.chunks.buffers()]
 
     def piece(self, job) -> int:
@@ -77,15 +80,16 @@ def receive(stage: Stage, job) -> None:
 
 
 def send(stage: Stage, job) -> None:
-    """Begin to send an activation or a gradient; the memory of what has gone out is let go."""
+    """Begin to send an activation or a gradient."""
     message = sent_message(job, stage.piece(job))
     target = message[1] % stage.comm.world_size
     tensor = take_out(stage, job)
+    if not stage.keeps_outputs:  # then what is on its way is all that is left of them
+        stage.sending = {m: work for m, work in stage.sending.items() if not work.is_completed()}
     if target == stage.comm.rank:
         stage.arriving[message] = tensor, None
-        return
-    stage.sending = [work for work in stage.sending if not work.is_completed()]
-    stage.sending.append(stage.comm.isend(tensor, target, tag_of(stage, message)))
+    else:
+        stage.sending[message] = stage.comm.isend(tensor, target, tag_of(stage, message))
 
 
 def take_out(stage: Stage, job) -> Tensor:
@@ -93,8 +97,7 @@ def take_out(stage: Stage, job) -> Tensor:
     at = job.chunk, job.micro
     if isinstance(job, SendGradient):
         return stage.gradients.pop(at)
-    keeps = stage.trains and not stage.recomputes
-    return (stage.outputs[at] if keeps else stage.outputs.pop(at)).detach()
+    return (stage.outputs[at] if stage.keeps_outputs else stage.outputs.pop(at)).detach()
 
 
 def wait_for_message(stage: Stage, job) -> None:
@@ -105,6 +108,31 @@ def wait_for_message(stage: Stage, job) -> None:
         if work is not None:
             work.wait()
             stage.arriving[message] = tensor, None
+            let_go(stage, message)
+
+
+def let_go(stage: Stage, message: tuple) -> None:
+    """Free what the sender of a message must have received, since it had used it before.
+
+    To ask whether something has been received is not free, on sockets least of all.
+    """
+    what, piece, _ = message
+    sender = (piece - 1 if what == "activation" else piece + 1) % stage.comm.world_size
+    for other in list(stage.sending):
+        is_to_sender = other[1] % stage.comm.world_size == sender
+        if is_to_sender and stage.used[other] < stage.sent[message]:
+            stage.sending.pop(other).wait()
+
+
+def positions(schedule: Schedule, last: int) -> tuple[dict, dict]:
+    """Where each message is sent in its sender's list, and where it is used in its receiver's."""
+    sent, used = {}, {}
+    for rank, jobs in enumerate(schedule):
+        for position, job in enumerate(jobs[:-1]):  # all but the step
+            piece = job.chunk * len(schedule) + rank
+            sent[sent_message(job, piece)] = position
+            used[awaited_message(job, piece, last)] = position
+    return sent, used
 
 
 def take_message(stage: Stage, what: str, job) -> Tensor | None:
