@@ -1,7 +1,6 @@
 """Buckets against PyTorch's own, and a transport that completes late and out of order."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from utils.data_parallel import Bucket, DistributedDataParallel, make_buckets
+from utils.data_parallel import Bucket, DistributedDataParallel, bucket_schedule, make_buckets
 from utils.ranks import Work, run
 from utils.ranks.work import check_gradients_arrived
 
@@ -125,41 +124,44 @@ def test_gradients_are_views_of_the_bucket():
 
 
 class LateWork(Work):
-    """The sum with another rank's equal tensor; it appears in the end, all of it at once."""
+    """The sum with another rank's equal tensor, which is there in the end, all at once."""
 
-    def __init__(self, tensor, delay, log):
-        self.tensor, self.log, self.waits = tensor.detach(), log, 0
-        self.thread = threading.Timer(delay, self.complete)
-        self.thread.start()
-
-    def complete(self):
-        self.tensor.mul_(2)
-        self.log.append(self.tensor.numel())
-
-    def is_completed(self):
-        return not self.thread.is_alive()
+    def __init__(self, comm, tensor):
+        self.comm, self.tensor = comm, tensor.detach()
+        self.waits, self.done = 0, threading.Event()
 
     def _wait(self):
         self.waits += 1
-        self.thread.join()
+        self.comm.complete_later()
+        self.done.wait()
 
 
 class LateComm:
-    """Rank 0 of 2, which have equal gradients; each launch is quicker than the one before."""
+    """Rank 0 of 2 with equal gradients. Launched last is done first, all when one is waited for."""
 
     rank, world_size, device = 0, 2, torch.device("cpu")
 
     def __init__(self):
-        self.works, self.completed, self.launched = [], [], []
+        self.works, self.completed, self.timer = [], [], None
 
     def broadcast(self, tensor, src=0):
         pass
 
     def launch(self, function, tensor):
-        self.launched.append(tensor.numel())
-        work = LateWork(tensor, 0.3 - 0.05 * len(self.works), self.completed).keep([tensor])
+        work = LateWork(self, tensor).keep([tensor])
         self.works.append(work)
         return work
+
+    def complete_later(self):
+        if self.timer is None:
+            self.timer = threading.Timer(0.2, self.complete)
+            self.timer.start()
+
+    def complete(self):
+        for work in reversed(self.works):
+            work.tensor.mul_(2)
+            self.completed.append(work.tensor.numel())
+            work.done.set()
 
 
 @pytest.fixture
@@ -178,11 +180,10 @@ def test_late_and_out_of_order(steps_are_checked):
     ddp = DistributedDataParallel(model, comm, first_cap=1, cap=100)
     before = [p.detach().clone() for p in model.parameters()]
 
-    start = time.perf_counter()
     ddp(X).square().sum().backward()
-    assert time.perf_counter() - start < 0.1  # the backward pass waits for nothing
+    assert [work.waits for work in comm.works] == [0] * 5  # the backward pass waits for nothing
     order = [sum(p.numel() + 1 for p in bucket.parameters) for bucket in ddp.buckets]
-    assert comm.launched == order and len(order) == 5
+    assert [work.tensor.numel() for work in comm.works] == order
     with pytest.raises(RuntimeError, match="still being communicated"):
         optimizer.step()
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
@@ -194,3 +195,10 @@ def test_late_and_out_of_order(steps_are_checked):
     optimizer.step()
     for p, old, grad in zip(model.parameters(), before, expected):
         torch.testing.assert_close(p.detach(), old - 0.1 * grad)
+
+
+def test_schedule():
+    """A bucket waits for its gradients and for the wire."""
+    assert bucket_schedule([1, 2, 3], [3, 3, 1]) == [(1, 4), (4, 7), (7, 8)]
+    assert bucket_schedule([1, 5, 5.5], [3, 1, 2]) == [(1, 4), (5, 6), (6, 8)]
+    assert bucket_schedule([], []) == []

@@ -21,6 +21,7 @@ from utils.data_parallel import (
     in_step,
     pool_buffers,
 )
+from utils.hardware import ideal_server
 from utils.ranks import run
 from utils.ranks.collectives import ring_all_reduce, tree_all_reduce
 from utils.ranks.shared import shared_memory_all_reduce
@@ -671,3 +672,72 @@ def check_late(values, n):
 @pytest.mark.parametrize("place", PLACES)
 def test(place, n, name):
     globals()[f"check_{name}"]([value[name] for value in results(place, n)], n)
+
+
+# --- overlap --------------------------------------------------------------------------------------
+
+
+class Work(torch.autograd.Function):
+    """Takes a second, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, X):
+        time.sleep(1.0)
+        return X.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(1.0)
+        return gradient
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1_000_000))
+
+    def forward(self, X):
+        return Work.apply(X) * self.scale[0]
+
+
+def backward_time(comm, caps, overlaps):
+    """Seconds of a backward pass through 4 layers, of 1 s and 4 MB each, and of its all-reduces."""
+    model = nn.Sequential(*(Layer() for _ in range(4))).to(comm.device)
+    ddp = DistributedDataParallel(model, comm, first_cap=caps, cap=caps)
+    result = ddp(torch.ones(1, device=comm.device, requires_grad=True)).sum()
+    comm.barrier()
+    start = comm.time()
+    if overlaps:
+        result.backward()
+    else:
+        with ddp.no_sync():
+            result.backward()
+    ddp.wait()
+    return comm.time() - start
+
+
+@pytest.mark.parametrize(
+    "caps, overlaps, seconds",
+    [
+        # A layer's gradient is there before its second of work, and travels in 0.5 s.
+        (4_000_000, True, 4.0),
+        (8_000_000, True, 4.0),
+        (2**40, True, 3.0 + 2.0),
+        (4_000_000, False, 4.0 + 2.0),
+        (2**40, False, 4.0 + 2.0),
+    ],
+)
+def test_what_is_hidden(caps, overlaps, seconds):
+    """On wires of 8 MB/s; latency 0, so that a cut costs nothing."""
+    server = ideal_server(2, 0.0, 8e6)
+    for took in run(backward_time, 2, "virtual", (caps, overlaps), server=server).values:
+        assert took == pytest.approx(seconds, abs=1e-3)
+
+
+def test_what_is_hidden_on_processes():
+    """A unit of a second for each, really: sleeping costs nothing."""
+    options = {"bandwidth": 8e6, "record": False}
+    took = [max(run(backward_time, 2, "processes", (4_000_000, overlaps), **options).values)
+            for overlaps in (True, False)]  # fmt: skip
+    assert took[0] > 4.0 and took[1] > 6.0
+    assert took[1] - took[0] > 0.9 * 2.0  # at least 90 % of what can be hidden

@@ -8,7 +8,7 @@ wires.py        all-reduces that carry less: `in_half`
 together.py     what ranks do alike: start equal, stop together, run out of data, pool statistics
 """
 
-from .buckets import Bucket, make_buckets
+from .buckets import Bucket, bucket_schedule, make_buckets
 from .distributed import DistributedDataParallel
 from .one_process import (
     accumulated_step,
@@ -41,6 +41,7 @@ __all__ = [
     "accuracy",
     "any_rank",
     "broadcast_module",
+    "bucket_schedule",
     "check_weights",
     "compute_gradients",
     "devices_of",

@@ -103,3 +103,17 @@ class Bucket:
                 f"the gradient of {what} is sparse, and what travels is dense: build the embedding "
                 "with sparse=False"
             )
+
+
+def bucket_schedule(ready: Sequence[float], seconds: Sequence[float]) -> list[tuple[float, float]]:
+    """When each bucket sets out and arrives: in order, once it is ready and the wire is free.
+
+    `ready` is when each bucket is complete, `seconds` what its all-reduce takes. What the last one
+    arrives after the end of the backward pass is exposed, whatever the program does.
+    """
+    spans, free = [], 0.0
+    for start, duration in zip(ready, seconds):
+        start = max(start, free)
+        free = start + duration
+        spans.append((start, free))
+    return spans

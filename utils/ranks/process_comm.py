@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .wire import Wire
 
 NANO = 1e-9
-NAP = 1e-3  # seconds for which a rank that sleeps leaves its other messages alone
+NAP = 5e-3  # seconds for which a rank that sleeps leaves its other messages alone
 here = threading.local()  # `lane`: the lane that this thread is; the program's is 0
 
 
