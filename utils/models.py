@@ -83,15 +83,18 @@ def attend(qkv, heads: int):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with several heads; (batch, length, width) in and out."""
+    """Causal self-attention with several heads; (batch, length, width) in and out.
 
-    def __init__(self, width: int, heads: int):
+    `factory` may hold a device and a dtype, as for PyTorch's own layers.
+    """
+
+    def __init__(self, width: int, heads: int, **factory):
         super().__init__()
         if width % heads:
             raise ValueError(f"a width of {width} does not divide into {heads} heads")
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.qkv = nn.Linear(width, 3 * width, **factory)
+        self.out = nn.Linear(width, width, **factory)
 
     def forward(self, x):
         return self.out(attend(self.qkv(x), self.heads))
@@ -100,11 +103,13 @@ class Attention(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention, then an MLP of four times the width, each normalised before and added after."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, **factory):
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width, **factory)
+        self.attention = Attention(width, heads, **factory)
+        self.norm2 = nn.LayerNorm(width, **factory)
+        self.up = nn.Linear(width, 4 * width, **factory)
+        self.down = nn.Linear(4 * width, width, **factory)
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
