@@ -2,6 +2,7 @@
 timeline."""
 
 import collections
+import contextlib
 import itertools
 import json
 
@@ -222,3 +223,39 @@ def test_profiles_of_several_ranks_become_one_timeline(tmp_path):
     assert timeline.busy("gpu0") == pytest.approx(50e-6) and timeline.busy("gpu2") == 0
     assert timeline.communication("gpu0") == pytest.approx(20e-6)
     assert gpus.merge([], "none", 2).events == []
+
+
+def test_what_is_launched_has_a_stream_of_its_own(monkeypatch):
+    """It comes after what was issued before the launch, and before what follows the wait."""
+    log, current = [], ["main"]
+
+    class LoggingStream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_event(self, event):
+            log.append((self.name, "waits for", event.where))
+
+    class LoggingEvent:
+        def record(self):
+            self.where = current[-1], len(log)
+            log.append((current[-1], "records"))
+
+    @contextlib.contextmanager
+    def stream(chosen):
+        current.append(chosen.name)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Event", LoggingEvent)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: LoggingStream(current[-1]))
+    launched = nccl.OnStream(lambda *args: (current[-1], *args), LoggingStream("side"))
+    assert launched(1, 2) == ("side", 1, 2) and current == ["main"]
+    launched.join()
+    assert log == [
+        ("main", "records"),
+        ("side", "waits for", ("main", 0)),
+        ("side", "records"),
+        ("main", "waits for", ("side", 2)),
+    ]

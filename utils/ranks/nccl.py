@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -132,3 +133,26 @@ class NcclEnd(End):
         if self.work is not None:
             self.work.wait()
         self.done = True
+
+
+class OnStream:
+    """A launched function whose kernels and messages have a stream of their own.
+
+    They come after what the GPU has been given before the launch, and beside what it is given
+    later. `join` lets what follows come after them; the host waits for nothing.
+    """
+
+    def __init__(self, function: Callable, stream: torch.cuda.Stream):
+        self.function, self.stream = function, stream
+        self.before, self.after = torch.cuda.Event(), torch.cuda.Event()
+        self.before.record()
+
+    def __call__(self, *args):
+        with torch.cuda.stream(self.stream):  # and its device: a new thread begins with GPU 0
+            self.stream.wait_event(self.before)
+            result = self.function(*args)
+            self.after.record()
+        return result
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_event(self.after)

@@ -15,8 +15,10 @@ from torch import Tensor
 from .comm import OTHER_HANDLE, Comm, words_of
 from .control import Board, Doing, State
 from .mail import Mail, number_of, shorten
+from .nccl import OnStream
+from .process_work import Launched, RecvWork, SendWork
 from .segment import wait_until
-from .transports import End, describe
+from .transports import End
 from .work import Work
 
 if TYPE_CHECKING:
@@ -94,6 +96,7 @@ class Process:
         self.wire: Wire | None = None
         self.lanes: list[Lane] = []
         self.pool: ThreadPoolExecutor | None = None
+        self.stream: torch.cuda.Stream | None = None  # of what is launched, on a GPU
         self.start = time.perf_counter()
         self.messages: list[tuple] | None = []
         self.failed: Callable[[BaseException], None] = lambda error: None
@@ -128,96 +131,6 @@ class Process:
         """Let the background end what was launched."""
         if self.pool is not None:
             self.lanes[0].wait_blocking(self.pool.shutdown, Doing.LAUNCHED)
-
-
-class SendWork(Work):
-    """A message on its way out."""
-
-    def __init__(self, comm: ProcessComm, tensor: Tensor, dst: int, number: int):
-        self.process, self.lane = comm._process, comm._lane
-        data = tensor.detach().contiguous()
-        self.end = self.process.transport.send(data, dst, number)
-        self.due = self.process.passes("out", time.perf_counter_ns(), self.end)
-
-    def is_completed(self) -> bool:
-        self.process.transport.progress()
-        return self.end.is_completed() and time.perf_counter_ns() >= self.due
-
-    def _wait(self) -> None:
-        if not self.end.done:
-            self.end.wait_in(self.lane, Doing.SEND)
-        self.lane.sleep_until(self.due)
-
-
-class RecvWork(Work):
-    """A message on its way in."""
-
-    def __init__(self, comm: ProcessComm, tensor: Tensor, src: int, number: int):
-        self.process, self.lane, self.src = comm._process, comm._lane, src
-        self.target = data = tensor.detach()
-        if not data.is_contiguous():
-            data = torch.empty_like(data, memory_format=torch.contiguous_format)
-        self.asked_at = time.perf_counter_ns()
-        self.end = self.process.transport.recv(data, src, number)
-        self.taken, self._due = False, None
-
-    def is_completed(self) -> bool:
-        self.process.transport.progress()
-        self.check()
-        if self.end.is_completed() and time.perf_counter_ns() >= self.due():
-            self.take()
-        return self.taken
-
-    def _wait(self) -> None:
-        end = self.end
-        if not end.done:
-            self.lane.wait(lambda: end.begun, Doing.RECEIVE, self.src, end.kind, end.nbytes)
-            self.check()
-            if not end.done:
-                end.wait_in(self.lane, Doing.NOTHING)
-        self.lane.sleep_until(self.due())
-        self.take()
-
-    @property
-    def start(self) -> int:
-        """When both ends were there (ns): known once it has begun."""
-        return max(self.end.sent_at, self.asked_at)
-
-    def due(self) -> float:
-        """When the wire has let the message pass (ns): known once it has begun."""
-        if self._due is None:
-            self._due = self.process.passes("in", self.start, self.end)
-        return self._due
-
-    def check(self) -> None:
-        """Raise ValueError if what comes is not what was asked for."""
-        end = self.end
-        if end.error is not None:
-            raise ValueError(
-                f"rank {self.src} sends {end.error} to rank {self.process.rank}, which receives "
-                f"{describe(end.kind, end.nbytes)}; make the two equal"
-            )
-
-    def take(self) -> None:
-        """Put what has come where it was asked for, once."""
-        if not self.taken:
-            self.taken = True
-            if not self.target.is_contiguous():
-                self.target.copy_(self.end.data)
-            self.process.note_message(self.src, self.end, self.asked_at)
-
-
-class Launched(Work):
-    """A function that runs in the background."""
-
-    def __init__(self, lane: Lane, future: Future):
-        self.lane, self.future = lane, future
-
-    def is_completed(self) -> bool:
-        return self.future.done()
-
-    def _wait(self):
-        return self.lane.wait_blocking(self.future.result, Doing.LAUNCHED)
 
 
 class ProcessComm(Comm):
@@ -311,7 +224,10 @@ class ProcessComm(Comm):
         self._check_owner()
         process = self._process
         own = type(self)(process, process.lanes[1], self.rank, self.ranks, self.device, channel)
-        return Launched(self._lane, process.launch(own, function, args))
+        if self.device.type == "cuda":
+            process.stream = process.stream or torch.cuda.Stream()
+            function = OnStream(function, process.stream)
+        return Launched(self._lane, process.launch(own, function, args), function)
 
     def _sub_comm(self, rank: int, ranks, channel) -> Comm:
         return type(self)(self._process, self._lane, rank, ranks, self.device, channel)
