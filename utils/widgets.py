@@ -6,7 +6,7 @@ the cell's output beside the sliders, so a saved notebook shows it to those who 
 
 from IPython.display import display
 
-from utils import figures, plots, rank_figures, server_figures, step_time
+from utils import figures, pipeline_figures, plots, rank_figures, server_figures, step_time
 
 
 def show_view(draw, describe, make_sliders, **values):
@@ -147,4 +147,29 @@ def stale_view(delay=3, rate=0.42):
     show_view(
         server_figures.draw_stale_descent, server_figures.describe_stale_descent, make_sliders,
         delay=delay, rate=rate,
+    )  # fmt: skip
+
+
+def pipeline_view(schedule="1F1B", stages=4, micro_batches=8, ratio=2.0):
+    """Chapter 08: a pipeline's bars, bubble and memory for another schedule and other numbers."""
+
+    def make_sliders(ipywidgets):
+        wide = {"style": {"description_width": "8em"}}
+        return {
+            "schedule": ipywidgets.Dropdown(
+                value=schedule, options=list(pipeline_figures.SCHEDULES), description="schedule",
+                **wide,
+            ),
+            "stages": ipywidgets.IntSlider(stages, 1, 8, description="stages", **wide),
+            "micro_batches": ipywidgets.IntSlider(
+                micro_batches, 1, 32, description="micro-batches", **wide
+            ),
+            "ratio": ipywidgets.FloatSlider(
+                ratio, min=0.5, max=4, step=0.5, description="backward / forward", **wide
+            ),
+        }  # fmt: skip
+
+    show_view(
+        pipeline_figures.draw_plan, pipeline_figures.describe_plan, make_sliders,
+        schedule=schedule, stages=stages, micro_batches=micro_batches, ratio=ratio,
     )  # fmt: skip
