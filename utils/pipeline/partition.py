@@ -41,7 +41,10 @@ def chunks_of(comm: Comm, pieces: Sequence[nn.Module]) -> nn.ModuleList:
     """This rank's share of the pieces, on its device: every world_size-th one."""
     if len(pieces) % comm.world_size:
         raise ValueError(f"{len(pieces)} pieces cannot be shared out to {comm.world_size} ranks")
-    return nn.ModuleList(pieces[comm.rank :: comm.world_size]).to(comm.device)
+    chunks = nn.ModuleList(pieces[comm.rank :: comm.world_size])
+    if all(tensor.device == comm.device for tensor in [*chunks.parameters(), *chunks.buffers()]):
+        return chunks  # built there; FakeTensorMode could not move them
+    return chunks.to(comm.device)
 
 
 def build_layers(builders: Sequence[Callable], numbers: Sequence[int], seed=0) -> nn.Sequential:
