@@ -6,7 +6,15 @@ the cell's output beside the sliders, so a saved notebook shows it to those who 
 
 from IPython.display import display
 
-from utils import figures, pipeline_figures, plots, rank_figures, server_figures, step_time
+from utils import (
+    figures,
+    pipeline_figures,
+    plots,
+    rank_figures,
+    server_figures,
+    step_time,
+    tensor_figures,
+)
 
 
 def show_view(draw, describe, make_sliders, **values):
@@ -172,4 +180,26 @@ def pipeline_view(schedule="1F1B", stages=4, micro_batches=8, ratio=2.0):
     show_view(
         pipeline_figures.draw_plan, pipeline_figures.describe_plan, make_sliders,
         schedule=schedule, stages=stages, micro_batches=micro_batches, ratio=ratio,
+    )  # fmt: skip
+
+
+def layer_view(width=4096, n=8, wires="NVLink 3 (A100)"):
+    """Chapter 09: a split transformer block's time at another width, on other GPUs and wires."""
+
+    def make_sliders(ipywidgets):
+        return {
+            "width": ipywidgets.SelectionSlider(
+                value=width, options=[2**i for i in range(8, 17)], description="width"
+            ),
+            "n": ipywidgets.SelectionSlider(
+                value=n, options=tensor_figures.GPUS, description="GPUs"
+            ),
+            "wires": ipywidgets.Dropdown(
+                value=wires, options=list(tensor_figures.WIRES), description="wires"
+            ),
+        }
+
+    show_view(
+        tensor_figures.draw_layer_times, tensor_figures.describe_layer_times, make_sliders,
+        width=width, n=n, wires=wires,
     )  # fmt: skip

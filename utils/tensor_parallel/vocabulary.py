@@ -53,11 +53,7 @@ def parallel_cross_entropy(logits: Tensor, targets: Tensor, comm, size: int) -> 
     place of a gather of all logits.
     """
     first, count = own_words(size, comm)
-    if logits.shape[-1] != count:
-        raise ValueError(
-            f"rank {comm.rank} of {comm.world_size} has {count} of {size} words, but its logits "
-            f"have {logits.shape[-1]}"
-        )
+    check_words(logits, count, size, comm)
     largest = logits.detach().amax(1)
     comm.all_reduce(largest, "max")
     shifted = logits - largest.unsqueeze(1)
@@ -65,3 +61,12 @@ def parallel_cross_entropy(logits: Tensor, targets: Tensor, comm, size: int) -> 
     here, local = find(targets, first, count)
     wanted = shifted.gather(1, local.unsqueeze(1)).squeeze(1) * here
     return total.log() - all_reduce_identity(wanted, comm)
+
+
+def check_words(logits: Tensor, count: int, size: int, comm) -> None:
+    """Raise ValueError if logits are not those of this rank's words."""
+    if logits.shape[-1] != count:
+        raise ValueError(
+            f"rank {comm.rank} of {comm.world_size} has {count} of {size} words, but its logits "
+            f"have {logits.shape[-1]}"
+        )
