@@ -29,6 +29,7 @@ from utils.tensor_parallel import (
     broadcast_reduce,
     clip_gradients,
     dropout_streams,
+    grid,
     identity_all_reduce,
     in_slices,
     one_after_another,
@@ -630,3 +631,53 @@ def test_training_equals_one_device(ranks, on):
     for losses in run(program, ranks=ranks, on=on).values:
         assert losses == pytest.approx(expected, rel=1e-10)
     assert expected[-1] < expected[0]
+
+
+# --- with data parallelism ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", ["virtual", "processes"])
+@pytest.mark.parametrize(("ranks", "width"), [(4, 2), (6, 2), (6, 3), (3, 1), (3, 3)])
+def test_a_grid_equals_one_device(ranks, width, on):
+    """Rows share the model, columns the rows of a batch of 7: gradients and three steps of SGD."""
+    X, y = data(7, 5, 12), data(7, 5, 12, seed=2)
+
+    def train(block, own, targets, sum_gradients=lambda p: None):
+        optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            ((block(own) - targets).square().sum() / X.numel()).backward()
+            for p in block.parameters():
+                sum_gradients(p.grad)
+            optimizer.step()
+        return block
+
+    def program(comm):
+        row, column = grid(comm, width)
+        assert (row.world_size, column.world_size) == (width, ranks // width)
+        whole = double(TransformerBlock(12, 4))
+        block = ParallelBlock(whole, row)
+        own, targets = (t.tensor_split(column.world_size)[column.rank].to(comm.device)
+                        for t in (X, y))  # fmt: skip
+        train(block, own, targets, column.all_reduce)
+        train(whole, X, y)
+        sizes = part_sizes(48, width)
+        assert close(block.mlp.up.weight, part(whole.up.weight, sizes, row.rank, 0))
+        assert close(block.mlp.down.weight, part(whole.down.weight, sizes, row.rank, 1))
+        assert close(block.attention.out_bias, whole.attention.out.bias)
+        for own_norm, norm in ((block.norm1, whole.norm1), (block.norm2, whole.norm2)):
+            assert close(own_norm.weight, norm.weight) and close(own_norm.bias, norm.bias)
+        return row.ranks, column.ranks
+
+    values = run(program, ranks=ranks, on=on).values
+    rows = [tuple(range(i, i + width)) for i in range(0, ranks, width)]
+    assert [own for own, _ in values] == [row for row in rows for _ in row]
+    assert [column for _, column in values] == [
+        tuple(range(rank % width, ranks, width)) for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("width", [0, 3, 5])
+def test_a_grid_that_is_not_full(width):
+    with pytest.raises(RankError, match=f"4 ranks do not fill rows of {width}"):
+        on_ranks(grid, 4, width)

@@ -7,6 +7,7 @@ attention.py    attention with the heads shared out; block.py a transformer bloc
 vocabulary.py   embedding and cross entropy over a vocabulary that is shared out
 convolution.py  convolutions cut by channels
 training.py     dropout, and clipping by the norm of all gradients
+grid.py         groups for tensor parallelism one way and data parallelism the other
 alexnet.py      AlexNet's two towers, and one weird trick
 """
 
@@ -14,6 +15,7 @@ from .alexnet import OneWeirdTrick, all_at_once, in_slices, one_after_another, t
 from .attention import ParallelAttention
 from .block import ParallelBlock, ParallelNorm, SequenceParallelBlock
 from .convolution import InputParallelConv2d, OutputParallelConv2d
+from .grid import grid
 from .linear import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 from .operators import (
     all_gather_reduce_scatter,
@@ -49,6 +51,7 @@ __all__ = [
     "broadcast_reduce",
     "clip_gradients",
     "dropout_streams",
+    "grid",
     "identity_all_reduce",
     "in_slices",
     "one_after_another",
