@@ -105,6 +105,23 @@ def test_duration():
     assert Timeline().duration == 0
 
 
+def test_a_part_of_a_timeline():
+    events = [
+        Event("before", "compute", ("gpu0",), 0.0, 1.0, (0,)),
+        Event("cut", "communication", ("gpu0→gpu1",), 0.5, 2.0, (0, 1), 100),
+        Event("inside", "compute", ("gpu0",), 1.5, 0.25, (0,)),
+        Event("after", "compute", ("gpu0",), 2.0, 1.0, (0,)),
+    ]
+    whole = Timeline(events, ["gpu0", "gpu1"], True, "two", [{"other": 1}], 3.0)
+    part = whole.between(1.0, 2.0)
+    assert [(e.name, e.start, e.end) for e in part.events] == [("cut", 0, 1), ("inside", 0.5, 0.75)]
+    assert (part.duration, part.machine, part.peak_memory) == (1.0, "two", [])
+    assert part.exposed(0) == 0.75 and len(whole.events) == 4
+    assert whole.between(0.0, 3.0).events == events
+    with pytest.raises(ValueError, match="begins before it ends"):
+        whole.between(2.0, 1.0)
+
+
 def test_summary(timeline):
     table = timeline.summary()
     assert isinstance(table, pd.DataFrame)

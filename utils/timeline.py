@@ -1,7 +1,7 @@
 """What ran when, on which device and wire: kept as events, summarised, drawn and exported."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
@@ -91,6 +91,23 @@ class Timeline:
             if event.kind == "communication"
             and any(row.startswith(f"{name}→") for row in event.rows)
         )
+
+    def between(self, start, end):
+        """What happened from one second to another, as a timeline of its own.
+
+        Events that reach beyond are cut there, though their bytes and FLOPs stay whole.
+        """
+        if not 0 <= start <= end:
+            raise ValueError(
+                f"a part of a timeline begins before it ends, not from {start} to {end}"
+            )
+        events = [
+            replace(event, start=first - start, duration=last - first)
+            for event in self.events
+            for first, last in [(max(event.start, start), min(event.end, end))]
+            if first < last
+        ]
+        return replace(self, events=events, peak_memory=[], duration=end - start)
 
     def summary(self):
         """A DataFrame with a row a device: milliseconds and, where known, peak memory in MB."""

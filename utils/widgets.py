@@ -8,6 +8,8 @@ from IPython.display import display
 
 from utils import (
     figures,
+    overlap,
+    overlap_figures,
     pipeline_figures,
     plots,
     rank_figures,
@@ -155,6 +157,31 @@ def stale_view(delay=3, rate=0.42):
     show_view(
         server_figures.draw_stale_descent, server_figures.describe_stale_descent, make_sliders,
         delay=delay, rate=rate,
+    )  # fmt: skip
+
+
+def overlap_view(network="ResNet-18", megabytes=25.0, bandwidth=3.0):
+    """Chapter 07: what hides and what does not with other buckets, wires and networks."""
+
+    def make_sliders(ipywidgets):
+        wide = {"style": {"description_width": "6em"}}
+        return {
+            "network": ipywidgets.Dropdown(
+                value=network, options=list(overlap.NETWORKS), description="network", **wide
+            ),
+            "megabytes": ipywidgets.FloatLogSlider(
+                megabytes, min=-2, max=3, step=0.1, description="bucket, MiB",
+                readout_format=".3g", **wide,
+            ),
+            "bandwidth": ipywidgets.FloatLogSlider(
+                bandwidth, min=-0.5, max=2.5, step=0.1, description="wire, GB/s",
+                readout_format=".3g", **wide,
+            ),
+        }  # fmt: skip
+
+    show_view(
+        overlap_figures.draw_overlap, overlap_figures.describe_overlap, make_sliders,
+        network=network, megabytes=megabytes, bandwidth=bandwidth,
     )  # fmt: skip
 
 
