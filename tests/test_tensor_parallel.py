@@ -499,36 +499,43 @@ def test_one_weird_trick_is_one_network(scheme, images):
     on_ranks(program, len(images))
 
 
-class Shapes(nn.Module):
-    """The convolutions of the one-tower AlexNet, whose features are given."""
-
-    def __init__(self, device):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2_469_696, device=device))
-
-    def forward(self, x):
-        return x * self.weight[0]
+ONE_TOWER = {"filters": (64, 192, 384, 256, 256), "towers": 1}
 
 
 def test_one_weird_trick_moves_a_third():
     """8 GPUs, 128 images each: 427.7 MB a GPU and step become 17.3 and 124.8."""
 
-    def program(comm):
-        with FakeTensorMode():
-            linears = [nn.Linear(9216, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 1000)]
-            model = OneWeirdTrick(Shapes(comm.device), linears, comm)
-            labels = [torch.zeros(128, dtype=torch.int64, device=comm.device)] * 8
-            loss = all_at_once(model, torch.empty(128, 9216, device=comm.device), labels)
-            loss.backward()
+    def program(comm, whole):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            with torch.device(comm.device):
+                net = alexnet(**ONE_TOWER)
+                x, labels = torch.empty(128, 3, 224, 224), [torch.zeros(128).long()] * 8
+            if whole:
+                F.cross_entropy(net(x), labels[0]).backward()
+                comm.all_reduce(torch.cat([p.grad.flatten() for p in net.parameters()]))
+                return
+            linears = [layer for layer in net if isinstance(layer, nn.Linear)]
+            model = OneWeirdTrick(net[: list(net).index(linears[0])], linears, comm)
+            all_at_once(model, x, labels).backward()
             model.sum_gradients()
 
-    timeline = on_ranks(program, 8).timeline
     convolutions, linears = 2 * 7 / 8 * 2_469_696 * 4, 124.8e6
     assert convolutions == pytest.approx(17.3e6, rel=2e-3)
-    for rank in range(8):
-        assert timeline.bytes_sent(rank) == pytest.approx(convolutions + linears, rel=1e-3)
-    data_parallel = 2 * 7 / 8 * (2_469_696 + 58_631_144) * 4
-    assert data_parallel == pytest.approx(427.7e6, rel=1e-4)
+    for whole, megabytes in ((True, 427.7), (False, 142.1)):
+        timeline = on_ranks(program, 8, whole).timeline
+        for rank in range(8):
+            assert timeline.bytes_sent(rank) / 1e6 == pytest.approx(megabytes, abs=0.05)
+    assert convolutions + linears == pytest.approx(142.1e6, abs=0.05e6)
+
+
+def test_parameters_of_the_one_tower_network():
+    with torch.device("meta"):
+        net = alexnet(**ONE_TOWER)
+    counts = {nn.Conv2d: 0, nn.Linear: 0}
+    for layer in net:
+        if type(layer) in counts:
+            counts[type(layer)] += sum(p.numel() for p in layer.parameters())
+    assert list(counts.values()) == [2_469_696, 58_631_144]
 
 
 # --- dropout, clipping --------------------------------------------------------------------------

@@ -117,20 +117,21 @@ class TransformerBlock(nn.Module):
 
 
 def alexnet(classes: int = 1000, filters: Sequence[int] = (96, 256, 384, 384, 256),
-            hidden: int = 4096, size: int = 6) -> nn.Sequential:  # fmt: skip
+            hidden: int = 4096, size: int = 6, towers: int = 2) -> nn.Sequential:  # fmt: skip
     """AlexNet with its two towers as groups: 60,965,224 parameters.
 
     In the second, fourth and fifth convolution each half of the filters reads its own half of the
-    channels (cuda-convnet2's configuration: 48, 128, 192, 192 and 128 filters a tower). Images
-    (n, 3, 224, 224), which the convolutions bring down to `size` times `size`; returns logits.
+    channels (cuda-convnet2's configuration: 48, 128, 192, 192 and 128 filters a tower); with one
+    tower they read all. Images (n, 3, 224, 224), which the convolutions bring down to `size` times
+    `size`; returns logits.
     """
     a, b, c, d, e = filters
     return nn.Sequential(
         nn.Conv2d(3, a, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2),
-        nn.Conv2d(a, b, 5, padding=2, groups=2), nn.ReLU(), nn.MaxPool2d(3, 2),
+        nn.Conv2d(a, b, 5, padding=2, groups=towers), nn.ReLU(), nn.MaxPool2d(3, 2),
         nn.Conv2d(b, c, 3, padding=1), nn.ReLU(),
-        nn.Conv2d(c, d, 3, padding=1, groups=2), nn.ReLU(),
-        nn.Conv2d(d, e, 3, padding=1, groups=2), nn.ReLU(), nn.MaxPool2d(3, 2),
+        nn.Conv2d(c, d, 3, padding=1, groups=towers), nn.ReLU(),
+        nn.Conv2d(d, e, 3, padding=1, groups=towers), nn.ReLU(), nn.MaxPool2d(3, 2),
         nn.Flatten(),
         nn.Linear(e * size * size, hidden), nn.ReLU(),
         nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes),
