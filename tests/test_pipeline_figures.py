@@ -4,6 +4,8 @@ import sys
 
 import matplotlib.pyplot as plt
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.patches import PathPatch
 
 from utils import pipeline_figures, plots, widgets
 from utils.pipeline import gpipe, one_f_one_b, recomputing, time_schedule, zero_bubble_h1
@@ -26,6 +28,16 @@ def numbers(ax):
     return {row: [number for _, number in sorted(own)] for row, own in found.items()}
 
 
+def bars(ax, colour):
+    """(start, end) of the bars of a colour in the first row, to whole units."""
+    found = []
+    for patch in ax.patches:
+        if isinstance(patch, PathPatch) and to_hex(patch.get_facecolor()) == colour.lower():
+            corners = patch.get_path().vertices.reshape(-1, 5, 2)
+            found += [(round(c[0, 0]), round(c[1, 0])) for c in corners if c[0, 1] == -0.45]
+    return found
+
+
 def legend(ax):
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
@@ -39,8 +51,8 @@ def test_bars_carry_the_numbers_of_micro_batches_in_order():
     assert ax.get_xlim() == (0, 18) and ax.get_xlabel() == "time (units)"
     assert [label.get_text() for label in ax.get_yticklabels()] == ["gpu0", "gpu1", "gpu2"]
     assert legend(ax) == ["forward", "backward", "idle"]
-    bars = [path.get_extents() for path in ax.collections[0].get_paths()]
-    assert [(bar.x0, bar.x1) for bar in bars[:4]] == [(0, 1), (1, 2), (2, 3), (7, 9)]
+    assert bars(ax, pipeline_figures.FORWARD)[:4] == [(0, 1), (1, 2), (2, 3), (9, 10)]
+    assert bars(ax, pipeline_figures.BACKWARD)[0] == (7, 9)
 
 
 def test_halves_and_recomputation_have_colours_of_their_own():
@@ -73,6 +85,30 @@ def test_nothing_recorded_and_other_units():
     schedule = time_schedule(gpipe(1, 2), cost=lambda piece, job: 2e-6)
     pipeline_figures.draw_pipeline(schedule)
     assert plt.gca().get_xlabel() == "time (µs)" and plt.gca().get_xlim() == (0, 8)
+
+
+@pytest.mark.parametrize("kept", [None, {"GPipe": [5, 5], "1F1B": [2, 1]}])
+def test_several_timelines_share_the_axis_of_time(kept):
+    panels = {"GPipe": time_schedule(gpipe(2, 5)), "1F1B": time_schedule(one_f_one_b(2, 2))}
+    pipeline_figures.draw_pipelines(panels, kept, unit="a unit")
+    axes = plt.gcf().axes
+    upper, lower = axes[:: 2 if kept else 1]
+    assert upper.get_title(loc="left") == "GPipe: 18 units, 17% idle"
+    assert lower.get_title(loc="left") == "1F1B: 9 units, 33% idle"
+    assert upper.get_xlim() == lower.get_xlim() == (0, 18)
+    assert lower.get_xlabel() == "time (a unit)" and not upper.get_xlabel()
+    assert numbers(lower) == {0: list("0101"), 1: list("0011")}
+    if kept:
+        assert [text.get_text().strip() for text in axes[3].texts] == ["2", "1"]
+        assert axes[1].get_xlim() == axes[3].get_xlim()
+
+
+def test_several_measured_timelines():
+    fast, slow = (time_schedule(gpipe(2, 3), cost=lambda piece, job, s=s: s) for s in (1e-3, 2e-3))
+    pipeline_figures.draw_pipelines({"fast": fast, "slow": slow})
+    first, second = plt.gcf().axes
+    assert first.get_title(loc="left").startswith("fast: 8 ms,")
+    assert second.get_xlim() == (0, 16) and second.get_xlabel() == "time (ms)"
 
 
 @pytest.mark.parametrize("schedule", pipeline_figures.SCHEDULES)

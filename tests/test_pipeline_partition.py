@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from utils import Cluster, run, vgpu
 from utils.costs import training_bytes
@@ -139,6 +140,18 @@ def test_modelled_times_are_the_chips():
         expected = 2 * 512 * 2048 * width / (chip.fp32 * chip.compute_efficiency)
         assert expected < forward < expected + 2 * chip.launch + 20e-6
         assert 2 * expected < backward < 2 * expected + 6 * chip.launch + 60e-6
+
+
+def test_times_without_data_are_the_same():
+    """A network that is built on the device in shape-only mode, which cannot be moved."""
+
+    def shapes_only(comm):
+        with FakeTensorMode(), torch.device(comm.device):
+            return layer_times(comm, lenet(), torch.empty(64, 1, 28, 28))
+
+    with_data = run(layer_times, 1, "virtual", (lenet(), torch.ones(64, 1, 28, 28))).values[0]
+    for found, expected in zip(run(shapes_only, 1, "virtual").values[0], with_data, strict=True):
+        assert found == pytest.approx(expected, abs=1e-12)  # a picosecond
 
 
 def test_measured_times_find_the_heavy_layer():

@@ -51,14 +51,18 @@ def draw_pipeline(timeline, ax=None, title=None, unit=None):
     `timeline` is from `time_schedule`, or has the events that `run_schedule` recorded. Time is in
     seconds or a part of them; `unit` names another one, such as "units of F". Returns nothing.
     """
-    rows = {name: stage for stage, name in enumerate(timeline.devices)}
+    rows = rows_of(timeline)
     if ax is None:
         _, ax = plt.subplots(figsize=(8, 0.36 * len(rows) + 1.15))
     name, scale = plots.time_unit(timeline.duration) if unit is None else (unit, 1.0)
-    ax.barh(range(len(rows)), timeline.duration * scale, 0.9, color=plots.IDLE, zorder=0.5)
     draw_bars(ax, timeline, rows, scale)
-    write_numbers(ax, timeline, rows, scale)
+    write_numbers(ax, timeline, rows, scale, timeline.duration)
     finish(ax, timeline, name, scale, title)
+
+
+def rows_of(timeline):
+    """The row of each stage."""
+    return {name: stage for stage, name in enumerate(timeline.devices)}
 
 
 def parts_of(event):
@@ -68,30 +72,32 @@ def parts_of(event):
 
 
 def draw_bars(ax, timeline, rows, scale):
-    """The instructions; of several chunks the later ones are greyer."""
+    """The instructions, on a ground of idle time; of several chunks the later ones are greyer."""
+    ax.barh(range(len(rows)), timeline.duration * scale, 0.9, color=plots.IDLE, zorder=0.5)
     last = max((parts_of(event)[2] for event in timeline.events), default=0)
-    for stage, row in rows.items():
-        own = [event for event in timeline.events if event.rows[0] == stage]
-        ax.broken_barh(
-            [(event.start * scale, event.duration * scale) for event in own],
-            (row - 0.45, 0.9),
-            facecolors=[colour_of(event, last) for event in own],
-            edgecolor="white",
-            linewidth=0.5,
-            zorder=2,
-        )
+    hair = timeline.duration / 600
+    bars = {}
+    for event in timeline.events:
+        end = max(event.end - hair, event.start + event.duration / 2)
+        key = rows[event.rows[0]], colour_of(event, last)
+        bars.setdefault(key, []).append((event.start * scale, end * scale))
+    for (row, colour), own in bars.items():
+        plots.draw_bars(ax, own, row - 0.45, 0.9, colour)
 
 
 def colour_of(event, last):
     """The colour of an instruction, of whose stage `last` is the last chunk."""
     letter, _, chunk = parts_of(event)
     grey = LATER * chunk / max(last, 1)
-    return [(1 - grey) * part + grey * 0.55 for part in to_rgb(COLOURS[letter])]
+    return tuple((1 - grey) * part + grey * 0.55 for part in to_rgb(COLOURS[letter]))
 
 
-def write_numbers(ax, timeline, rows, scale):
-    """The numbers of micro-batches in their bars: of a kind of instruction all of them, or none."""
-    inches = 0.9 * ax.get_window_extent().width / ax.figure.dpi / (timeline.duration or 1)
+def write_numbers(ax, timeline, rows, scale, longest):
+    """The numbers of micro-batches in their bars: of a kind of instruction all of them, or none.
+
+    The axis is `longest` seconds long.
+    """
+    inches = 0.9 * ax.get_window_extent().width / ax.figure.dpi / (longest or 1)
     bars = {}
     for event in timeline.events:
         letter, micro, _ = parts_of(event)
@@ -128,6 +134,34 @@ def finish(ax, timeline, unit, scale, title):
     ax.set_title(title or timeline.title, fontsize=9 if title is None else None)
 
 
+def draw_pipelines(panels, in_flight=None, unit=None):
+    """Several timelines above each other, {title: timeline}, on one axis of time.
+
+    Duration and idle share are added to the titles. `in_flight`, {title: [a number a stage]}, adds
+    bars for what each stage keeps at most. `unit` as in `draw_pipeline`; without it, time is in
+    seconds or a part of them.
+    """
+    heights = [len(timeline.devices) for timeline in panels.values()]
+    fig = plt.figure(figsize=(9 if in_flight else 8, 0.27 * sum(heights) + 0.75 * len(panels)))
+    axes = fig.subplots(len(panels), 2 if in_flight else 1, squeeze=False, height_ratios=heights,
+                        width_ratios=[5, 1] if in_flight else [1])  # fmt: skip
+    longest = max(timeline.duration for timeline in panels.values())
+    name, scale = plots.time_unit(longest) if unit is None else (unit, 1.0)
+    for row, (title, timeline) in zip(axes, panels.items()):
+        took = f"{timeline.duration * scale:.4g} {name if unit is None else 'units'}"
+        draw_bars(row[0], timeline, rows := rows_of(timeline), scale)
+        finish(row[0], timeline, name, scale, f"{title}: {took}, {bubble(timeline):.0%} idle")
+        row[0].set_xlim(0, longest * scale)
+        write_numbers(row[0], timeline, rows, scale, longest)
+        if in_flight:
+            most = max(map(max, in_flight.values()))
+            draw_kept(row[1], in_flight[title], most, row[0].get_ylim())
+    for ax in axes[:-1].flat:
+        ax.set_xlabel("")
+    for ax in axes[1:, -1] if in_flight else []:
+        ax.set_title("")
+
+
 # --- other numbers of stages and micro-batches --------------------------------------------------
 
 
@@ -150,15 +184,20 @@ def draw_plan(schedule="1F1B", stages=4, micro_batches=8, ratio=2.0):
     left, right = fig.subplots(1, 2, width_ratios=[5, 1])
     title = f"{schedule}: {timeline.duration:.4g} units, {bubble(timeline):.0%} idle"
     draw_pipeline(timeline, left, title, unit="forward passes of a stage")
-    right.barh(range(stages), peaks, 0.7, color=plots.HOST)
+    draw_kept(right, peaks, max(peaks), left.get_ylim())
+
+
+def draw_kept(ax, peaks, most, ylim):
+    """What each stage keeps at most, beside its row; the axis has room for `most`."""
+    ax.barh(range(len(peaks)), peaks, 0.7, color=plots.HOST)
     for stage, peak in enumerate(peaks):
-        right.text(peak, stage, f" {peak:g}", va="center", fontsize=8)
-    right.set_xlim(0, 1.25 * max(peaks))
-    right.set_ylim(*left.get_ylim())
-    right.set_yticks([])
-    right.grid(visible=False)
-    right.set_xlabel("micro-batches")
-    right.set_title("kept at most")
+        ax.text(peak, stage, f" {peak:g}", va="center", fontsize=8)
+    ax.set_xlim(0, 1.25 * most)
+    ax.set_ylim(*ylim)
+    ax.set_yticks([])
+    ax.grid(visible=False)
+    ax.set_xlabel("micro-batches")
+    ax.set_title("kept at most")
 
 
 def describe_plan(schedule="1F1B", stages=4, micro_batches=8, ratio=2.0):

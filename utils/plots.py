@@ -151,10 +151,10 @@ def draw_timeline(timeline, ax=None, rows="all", title=None):
     unit, scale = time_unit(timeline.duration)
     for place in places:
         whole = [(0, timeline.duration * scale or 1)]
-        _draw_bars(ax, whole, place.top, 0.9 * place.height, IDLE, zorder=0.5)
+        draw_bars(ax, whole, place.top, 0.9 * place.height, IDLE, zorder=0.5)
     for colour, top, height, bars in _thin(layers, timeline.duration):
         bars = [(start * scale, end * scale) for start, end in bars]
-        _draw_bars(ax, bars, top, height, colour)
+        draw_bars(ax, bars, top, height, colour)
     _write_names(ax, timeline, places, scale)
     colours = {layer[0] for layer in layers if layer[3]}
     _label(ax, timeline, places, bottom, unit, scale, title, colours)
@@ -241,7 +241,7 @@ def _merge(bars, gap, shortest):
     return merged
 
 
-def _draw_bars(ax, bars, top, height, colour, zorder=2):
+def draw_bars(ax, bars, top, height, colour, zorder=2):
     """All bars of a layer as one path, which keeps the drawing quick and its file small."""
     if not bars:
         return

@@ -32,7 +32,9 @@ def layer_times(comm: Comm, network: nn.Sequential, X: Tensor) -> list[tuple[flo
     fastest of three counts: `run(layer_times, ranks=1, on=…, args=(network, X)).values[0]`.
     """
     x, times = X.to(comm.device), []
-    for layer in network.to(comm.device):
+    if any(parameter.device != comm.device for parameter in network.parameters()):
+        network.to(comm.device)  # FakeTensorMode could not move it
+    for layer in network:
         runs = [time_layer(comm, layer, x) for _ in range(WARM_UP + REPEATS)][WARM_UP:]
         times.append(tuple(min(column) for column in zip(*runs)))
         with torch.no_grad():
