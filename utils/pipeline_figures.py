@@ -109,7 +109,7 @@ def write_numbers(ax, timeline, rows, scale, longest):
         for event, number in own:
             ax.text(
                 (event.start + event.duration / 2) * scale, rows[event.rows[0]], number,
-                ha="center", va="center_baseline", fontsize=6.5, clip_on=True, zorder=3,
+                ha="center", va="center_baseline", fontsize=6.5, zorder=3,
                 color="white" if letter in "FR" else "black",
             )  # fmt: skip
 
