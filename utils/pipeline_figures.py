@@ -197,7 +197,7 @@ def draw_kept(ax, peaks, most, ylim):
     ax.set_yticks([])
     ax.grid(visible=False)
     ax.set_xlabel("micro-batches")
-    ax.set_title("kept at most")
+    ax.set_title("kept at most", fontsize=9)
 
 
 def describe_plan(schedule="1F1B", stages=4, micro_batches=8, ratio=2.0):
