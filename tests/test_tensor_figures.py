@@ -3,11 +3,12 @@
 import matplotlib.pyplot as plt
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from utils import plots, run, tensor_figures, widgets
 from utils.hardware import ideal_server
-from utils.models import TransformerBlock
-from utils.tensor_parallel import ParallelBlock
+from utils.models import TransformerBlock, alexnet
+from utils.tensor_parallel import ParallelBlock, tower
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,32 @@ def test_each_rank_has_its_part_of_what_is_cut(n):
     for rank in range(n):  # A, hidden, B, summand, key
         assert colours(ax).count(plots.rank_colour(rank)) == 5
     plots.picture("mlp")
+
+
+def test_rows_between_the_layers():
+    """Norms are whole above and cut below; the words say what travels before and after a layer."""
+    tensor_figures.draw_block(2)
+    [ax] = plt.gcf().axes
+    assert colours(ax).count(tensor_figures.WHOLE) == 2 + 1  # two norms, and the key
+    for rank in range(2):  # two layers above, two layers and two norms below, the key
+        assert colours(ax).count(plots.rank_colour(rank)) == 2 + 4 + 1
+    words = [text.get_text().replace("\n", "") for text in ax.texts]
+    counts = [words.count(name) for name in ("all-reduce", "all-gather", "reduce-scatter")]
+    assert counts == [2, 2, 2]
+    plots.picture("block")
+
+
+def test_which_layers_of_alexnet_read_both_towers():
+    def program(comm):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return tensor_figures.layers_of_tower(tower(alexnet(), comm))
+
+    for layers in run(program, 2, "virtual", server="two-gtx-580").values:
+        assert layers == [
+            ("conv 1", 48, False), ("conv 2", 128, False), ("conv 3", 192, True),
+            ("conv 4", 192, False), ("conv 5", 128, False), ("linear 6", 2048, True),
+            ("linear 7", 2048, True), ("linear 8", 500, True),
+        ]  # fmt: skip
 
 
 def test_towers_cross_where_a_layer_reads_both():
@@ -110,7 +137,7 @@ def test_moving_the_sliders(monkeypatch):
     width, gpus, wires, image = shown[0].widget.children
     for wire in tensor_figures.WIRES:
         wires.value = wire
-        for gpus.value in tensor_figures.GPUS:
+        for gpus.value in tensor_figures.GPUS[1:]:
             assert f"on {gpus.value} A100s with {wire}" in image.value
     width.value = 16384
     assert "At width 16,384" in image.value

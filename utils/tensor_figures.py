@@ -59,16 +59,7 @@ def _empty(ax, width, height):
 def _matrix(ax, x, width, middle, name, n=1, cut=None, height=1.4):
     """A rectangle around the line `middle`, in one colour a rank where it is cut."""
     top = middle - height / 2
-    for rank in range(n):
-        share = 1 / n
-        if cut == "columns":
-            place = (x + rank * width * share, top), width * share, height
-        elif cut == "rows":
-            place = (x, top + rank * height * share), width, height * share
-        else:
-            place = (x, top), width, height
-        colour = WHOLE if cut is None else plots.rank_colour(rank)
-        ax.add_patch(Rectangle(*place, facecolor=colour, edgecolor="white", lw=1.5))
+    _part(ax, x, top, width, cut, n, height)
     ax.text(x + width / 2, top + height + 0.32, name, ha="center", va="center", fontsize=9)
 
 
@@ -92,7 +83,52 @@ def _ranks_key(ax, x, n):
         ax.text(x - 0.4, y + 0.15, name, va="center", fontsize=8)
 
 
+def draw_block(n=2):
+    """A transformer block, with whole rows between its layers, and with rows shared out (below)."""
+    _, ax = plt.subplots(figsize=(8, 3.3))
+    ax.set(xlim=(-1.7, 11.2), ylim=(4.5, -0.5))
+    ax.axis("off")
+    parts = ((0, "norm", 1.3), (2.3, "attention:\nheads", 2.0), (5.3, "norm", 1.3),
+             (7.6, "MLP: columns,\nthen rows", 2.0))  # fmt: skip
+    lanes = (("x whole on\nevery rank", None, "", "all-\nreduce"),
+             ("x in rows", "rows", "all-\ngather", "reduce-\nscatter"))  # fmt: skip
+    for lane, (name, cut, before, after) in enumerate(lanes):
+        top = 2.4 * lane
+        ax.text(-1.65, top + 0.7, name, va="center", fontsize=8.5)
+        for x, text, width in parts:
+            _part(ax, x, top, width, cut if text == "norm" else "columns", n)
+            ax.text(x + width / 2, top + 1.68, text, ha="center", va="center", fontsize=8)
+        for x, words in ((1.8, before), (4.8, after), (7.1, before), (10.1, after)):
+            if words:
+                ax.text(x, top + 0.7, words, ha="center", va="center", fontsize=7.5,
+                        bbox={"facecolor": plots.COMMUNICATION, "edgecolor": "none", "pad": 1.5},
+                        )  # fmt: skip
+    _ranks_key(ax, 11.4, n)
+
+
+def _part(ax, x, top, width, cut, n, height=1.4):
+    if cut is None:
+        ax.add_patch(Rectangle((x, top), width, height, facecolor=WHOLE))
+        return
+    for rank in range(n):
+        corner = (x, top + rank * height / n) if cut == "rows" else (x + rank * width / n, top)
+        size = (width, height / n) if cut == "rows" else (width / n, height)
+        ax.add_patch(Rectangle(corner, *size, facecolor=plots.rank_colour(rank),
+                               edgecolor="white", lw=1.5))  # fmt: skip
+
+
 # --- AlexNet ------------------------------------------------------------------------------------
+
+
+def layers_of_tower(tower):
+    """What `draw_towers` draws of one tower: (name, width, whether it reads both) a layer."""
+    found, names, before = [], {"Conv2d": "conv", "Linear": "linear"}, None
+    for layer in tower:
+        if type(layer).__name__ in names:
+            name = f"{names[type(layer).__name__]} {len(found) + 1}"
+            found.append((name, layer.weight.shape[0], type(before).__name__ == "ReadAll"))
+        before = layer
+    return found
 
 
 def draw_towers(layers):
@@ -188,9 +224,10 @@ def _draw_bars(ax, width, n, wires):
     ax.set_xticks(places, GPUS)
     ax.get_xticklabels()[GPUS.index(n)].set_weight("bold")
     ax.grid(axis="x", visible=False)
-    ax.set(xlabel="GPUs", ylabel="time of a block (ms)", ylim=(0, None))
+    top = 1.15 * max(map(sum, zip(computing, sending)))  # room for the legend
+    ax.set(xlabel="GPUs", ylabel="time of a block (ms)", ylim=(0, top))
     ax.set_title(f"width {width:,}: {speedup(width, n, wires):.2g} times as fast on {n}")
-    ax.legend(loc="upper right", fontsize=7.5)
+    ax.legend(loc="upper center", ncols=2, fontsize=7.5)
 
 
 def speedup(width, n, wires):

@@ -219,7 +219,7 @@ def layer_view(width=4096, n=8, wires="NVLink 3 (A100)"):
                 value=width, options=[2**i for i in range(8, 17)], description="width"
             ),
             "n": ipywidgets.SelectionSlider(
-                value=n, options=tensor_figures.GPUS, description="GPUs"
+                value=n, options=tensor_figures.GPUS[1:], description="GPUs"
             ),
             "wires": ipywidgets.Dropdown(
                 value=wires, options=list(tensor_figures.WIRES), description="wires"
