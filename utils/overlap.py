@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
-from .data_parallel import make_buckets
+from .data_parallel import bucket_schedule, make_buckets
 from .ranks import run
 
 
@@ -69,18 +69,11 @@ class Trip:
 
 
 def travel(buckets: Sequence[Sequence[Gradient]], seconds: Callable) -> list[Trip]:
-    """Buckets take turns on one wire, in order, none before all of its gradients are there.
-
-    `seconds(bytes)` is the time of one all-reduce.
-    """
-    trips, free = [], 0.0
-    for bucket in buckets:
-        nbytes = sum(gradient.nbytes for gradient in bucket)
-        ready = max(gradient.ready for gradient in bucket)
-        start = max(ready, free)
-        free = start + seconds(nbytes)
-        trips.append(Trip(nbytes, ready, start, free))
-    return trips
+    """The trips of buckets, where `seconds(bytes)` is the time of an all-reduce."""
+    sizes = [sum(gradient.nbytes for gradient in bucket) for bucket in buckets]
+    ready = [max(gradient.ready for gradient in bucket) for bucket in buckets]
+    spans = bucket_schedule(ready, [seconds(size) for size in sizes])
+    return [Trip(size, complete, *span) for size, complete, span in zip(sizes, ready, spans)]
 
 
 # --- networks --------------------------------------------------------------------------------
