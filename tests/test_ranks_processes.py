@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -37,7 +38,7 @@ def on_ranks(program, ranks=2, *args, **options):
 
 
 def traces():
-    """The processes and folders that runs of this process have now."""
+    """The processes that runs of this process have now."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -50,39 +51,26 @@ def traces():
     return found
 
 
-def folders():
-    import tempfile
-
-    return {path for place in ("/dev/shm", tempfile.gettempdir())
-            for path in Path(place).glob("ranks-*")}  # fmt: skip
+def folders(pid):
+    """The folders that runs of a process have now."""
+    places = "/dev/shm", tempfile.gettempdir()
+    return [path for place in places for path in Path(place).glob(f"ranks-{pid}-*")]
 
 
 @contextlib.contextmanager
 def ends(within=5, after=0):
     """What happens inside takes so long at most, and leaves no process and no folder."""
     slow = slowness()
-    before = traces(), folders()
+    before = traces()
     began = time.perf_counter()
     yield
     took = time.perf_counter() - began - after
     assert took < within * max(slow, slowness()), f"took {took:.1f} s"
     deadline = time.monotonic() + 5
-    while (left := traces() - before[0]) and time.monotonic() < deadline:
+    while (left := traces() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, left
-    mine = {path for path in folders() - before[1] if path.stat().st_uid == os.getuid()}
-    assert not mine or any(busy(path) for path in mine), mine
-
-
-def busy(path):
-    """Whether a folder belongs to a run of some other process."""
-    return any(path.name in f.path for p in psutil.process_iter() for f in open_files(p))
-
-
-def open_files(process):
-    with contextlib.suppress(psutil.Error):
-        return process.open_files()
-    return []
+    assert not folders(os.getpid())
 
 
 def slowness():
@@ -491,18 +479,17 @@ def test_an_interrupt_ends_ranks_that_ignore_it(tmp_path):
 def test_when_the_parent_is_killed_its_ranks_end(tmp_path):
     script, path = tmp_path / "parent.py", tmp_path / "pids"
     script.write_text(PARENT)
-    before = folders()
     parent = subprocess.Popen([sys.executable, script, "kill", path])
     deadline = time.monotonic() + 100
     while not path.exists() or path.read_text().count("\n") < 2:
         assert time.monotonic() < deadline and parent.poll() is None
         time.sleep(0.05)
-    made = folders() - before
+    assert folders(parent.pid)
     family = [parent.pid, *(child.pid for child in psutil.Process(parent.pid).children(True))]
     parent.kill()
     parent.wait()
     assert gone([*family, *(int(pid) for pid in path.read_text().split())])
-    assert not [folder for folder in made & folders() if not busy(folder)]
+    assert not folders(parent.pid)
 
 
 # --- in notebooks -------------------------------------------------------------------------------

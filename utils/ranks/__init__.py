@@ -11,9 +11,10 @@ errors.py       errors that name the rank and the line; packing.py programs and 
 virtual.py      ranks in simulated time: scheduler.py decides who runs, messages.py what messages
                 take, background.py runs what is launched, surroundings.py keeps ranks apart
 processes.py    ranks as processes: crew.py starts and ends them, worker.py is a rank's life,
-                process_comm.py its handle, process_work.py what it has under way, on transports.py
-                (sockets) or pipes.py (shared memory); segment.py, mail.py and control.py: what they
-                share besides; shared.py reduces there; wire.py slows messages down
+                process.py how it waits, process_comm.py its handle, process_work.py what it has
+                under way, on transports.py (sockets) or pipes.py (shared memory); segment.py,
+                mail.py and control.py: what they share besides; shared.py reduces there; wire.py
+                slows messages down
 gpus.py         ranks as such processes with a GPU each, on nccl.py
 """
 

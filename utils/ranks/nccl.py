@@ -13,17 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .mail import Mail
+from .process import Lane
 from .transports import End, GlooTransport
-
-if TYPE_CHECKING:
-    from .process_comm import Lane
 
 ANNOUNCED, ACCEPTED = 1, 2  # what letters are about
 

@@ -10,16 +10,13 @@ import ctypes
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .process import Lane
 from .segment import LINE, PAGE, Segment, publish
 from .transports import End
-
-if TYPE_CHECKING:
-    from .process_comm import Lane
 
 SLOTS = 4
 

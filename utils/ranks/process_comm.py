@@ -1,136 +1,20 @@
-"""The handle of a rank that is a process, and what it stands on."""
+"""The handle of a rank that is a process."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .comm import OTHER_HANDLE, Comm, words_of
-from .control import Board, Doing, State
-from .mail import Mail, number_of, shorten
+from .control import Doing
+from .mail import number_of, shorten
 from .nccl import OnStream
+from .process import Lane, Process, here
 from .process_work import Launched, RecvWork, SendWork
-from .segment import wait_until
-from .transports import End
 from .work import Work
-
-if TYPE_CHECKING:
-    from .shared import SharedAllReduce
-    from .wire import Wire
-
-NANO = 1e-9
-NAP = 5e-3  # seconds for which a rank that sleeps leaves its other messages alone
-here = threading.local()  # `lane`: the lane that this thread is; the program's is 0
-
-
-class Lane:
-    """What a thread of a rank waits with: lane 0 is its program, lane 1 its background."""
-
-    def __init__(self, process: Process, number: int, state: State, board: Board,
-                 all_reduce: SharedAllReduce):  # fmt: skip
-        self.process, self.number = process, number
-        self.state, self.board, self.all_reduce = state, board, all_reduce
-        self.waits: list[tuple[float, float]] | None = [] if number == 0 else None
-        self.patience = (process.spins, 2000) if number == 0 else (10, 50)
-
-    def wait(self, ready: Callable[[], bool], doing: int, peer=0, kind=0, nbytes=0) -> None:
-        """Wait, so that it is known outside what for; the program does not compute then.
-
-        Meanwhile all messages of this rank go on.
-        """
-        progress, mail = self.process.transport.progress, self.process.mail
-
-        def look() -> bool:
-            progress()
-            if mail.overflow:
-                mail.flush()
-            return ready()
-
-        if not look():
-            with self.waiting(doing, peer, kind, nbytes):
-                wait_until(look, *self.patience)
-
-    def wait_blocking(self, finish: Callable, doing: int):
-        """The same with a function that returns when the wait is over."""
-        with self.waiting(doing):
-            return finish()
-
-    def sleep_until(self, due: float) -> None:
-        """Sleep until a time (ns): a limited wire has not let a message pass yet."""
-        if time.perf_counter_ns() >= due:
-            return
-        with self.waiting(Doing.NOTHING):
-            while (left := due - time.perf_counter_ns()) > 0:
-                self.process.transport.progress()
-                time.sleep(min(left * NANO, NAP))
-
-    def wait_for_others(self, ready: Callable[[], bool]) -> None:
-        self.wait(ready, Doing.MEET, -1)
-
-    @contextlib.contextmanager
-    def waiting(self, doing: int, peer=0, kind=0, nbytes=0) -> Iterator[None]:
-        start = time.perf_counter()
-        self.state.set(doing, peer, kind, nbytes)
-        try:
-            yield
-        finally:
-            self.state.clear()
-            if self.waits is not None:
-                self.waits.append((start, time.perf_counter()))
-
-
-class Process:
-    """A process that is a rank: what it shares with the others, its background, its record."""
-
-    def __init__(self, rank: int, ranks: int, mail: Mail, transport, spins: int):
-        self.rank, self.ranks = rank, ranks
-        self.mail, self.transport = mail, transport
-        self.spins = spins
-        self.wire: Wire | None = None
-        self.lanes: list[Lane] = []
-        self.pool: ThreadPoolExecutor | None = None
-        self.stream: torch.cuda.Stream | None = None  # of what is launched, on a GPU
-        self.start = time.perf_counter()
-        self.messages: list[tuple] | None = []
-        self.failed: Callable[[BaseException], None] = lambda error: None
-
-    def passes(self, way: str, start: int, end: End) -> float:
-        """When a message has passed the wire (ns); without a limit it starts and has passed."""
-        return start if self.wire is None else self.wire.book(way, start, end.nbytes)
-
-    def note_message(self, src: int, end: End, asked_at: int) -> None:
-        if self.messages is not None:
-            start = max(asked_at, end.sent_at) * NANO
-            self.messages.append((src, self.rank, start, time.perf_counter(), end.nbytes))
-
-    def launch(self, comm: ProcessComm, function: Callable, args: tuple) -> Future:
-        """Run a function in the background, with the handle that it gets."""
-        if self.pool is None:
-            self.pool = ThreadPoolExecutor(1, "background", setattr, (here, "lane", 1))
-        return self.pool.submit(self.run_launched, comm, function, args)
-
-    def run_launched(self, comm: ProcessComm, function: Callable, args: tuple):
-        state = self.lanes[1].state
-        state.clear()
-        try:
-            return function(comm, *args)
-        except BaseException as error:
-            self.failed(error)
-            raise
-        finally:
-            state.set(Doing.IDLE)
-
-    def finish(self) -> None:
-        """Let the background end what was launched."""
-        if self.pool is not None:
-            self.lanes[0].wait_blocking(self.pool.shutdown, Doing.LAUNCHED)
 
 
 class ProcessComm(Comm):
@@ -157,11 +41,11 @@ class ProcessComm(Comm):
 
     def _post_send(self, tensor: Tensor, dst: int, tag: int) -> Work:
         self._check_owner()
-        return SendWork(self, tensor, dst, self._number(tag))
+        return SendWork(self._lane, tensor, dst, self._number(tag))
 
     def _post_recv(self, tensor: Tensor, src: int, tag: int) -> Work:
         self._check_owner()
-        return RecvWork(self, tensor, src, self._number(tag))
+        return RecvWork(self._lane, tensor, src, self._number(tag))
 
     def _wait_any(self, works: list[RecvWork]) -> int:
         come: list[int] = []

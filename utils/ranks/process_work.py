@@ -5,28 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .control import Doing
 from .nccl import OnStream
+from .process import Lane
 from .transports import describe
 from .work import Work
-
-if TYPE_CHECKING:
-    from .process_comm import Lane, ProcessComm
 
 
 class SendWork(Work):
     """A message on its way out."""
 
-    def __init__(self, comm: ProcessComm, tensor: Tensor, dst: int, number: int):
-        self.process, self.lane = comm._process, comm._lane
+    def __init__(self, lane: Lane, tensor: Tensor, dst: int, number: int):
+        self.process, self.lane = lane.process, lane
         data = tensor.detach().contiguous()
         self.end = self.process.transport.send(data, dst, number)
-        self.due = self.process.passes("out", time.perf_counter_ns(), self.end)
+        self.due = self.process.passes("out", time.perf_counter_ns(), self.end.nbytes)
 
     def is_completed(self) -> bool:
         self.process.transport.progress()
@@ -41,8 +38,8 @@ class SendWork(Work):
 class RecvWork(Work):
     """A message on its way in."""
 
-    def __init__(self, comm: ProcessComm, tensor: Tensor, src: int, number: int):
-        self.process, self.lane, self.src = comm._process, comm._lane, src
+    def __init__(self, lane: Lane, tensor: Tensor, src: int, number: int):
+        self.process, self.lane, self.src = lane.process, lane, src
         self.target = data = tensor.detach()
         if not data.is_contiguous():
             data = torch.empty_like(data, memory_format=torch.contiguous_format)
@@ -75,7 +72,7 @@ class RecvWork(Work):
     def due(self) -> float:
         """When the wire has let the message pass (ns): known once it has begun."""
         if self._due is None:
-            self._due = self.process.passes("in", self.start, self.end)
+            self._due = self.process.passes("in", self.start, self.end.nbytes)
         return self._due
 
     def check(self) -> None:
@@ -93,7 +90,7 @@ class RecvWork(Work):
             self.taken = True
             if not self.target.is_contiguous():
                 self.target.copy_(self.end.data)
-            self.process.note_message(self.src, self.end, self.asked_at)
+            self.process.note_message(self.src, self.start, self.end.nbytes)
 
 
 class Launched(Work):

@@ -94,7 +94,7 @@ def run_folder() -> Iterator[str]:
     """A fresh folder for a run, in memory where the system has such a place; removed at the end."""
     memory = Path("/dev/shm")
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > 2**30
-    folder = tempfile.mkdtemp(prefix="ranks-", dir=memory if roomy else None)
+    folder = tempfile.mkdtemp(prefix=f"ranks-{os.getpid()}-", dir=memory if roomy else None)
     try:
         yield folder
     finally:

@@ -10,7 +10,6 @@ import struct
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,9 +17,7 @@ from torch import Tensor
 
 from .control import Doing
 from .mail import Mail
-
-if TYPE_CHECKING:
-    from .process_comm import Lane
+from .process import Lane
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}

@@ -28,7 +28,8 @@ from .mail import Mail
 from .nccl import NcclTransport
 from .packing import pack_into, unpack
 from .pipes import SharedTransport
-from .process_comm import Lane, Process, ProcessComm
+from .process import Lane, Process
+from .process_comm import ProcessComm
 from .segment import Segment, offsets
 from .shared import SharedAllReduce
 from .transports import GlooTransport
