@@ -738,3 +738,14 @@ def test_without_a_record_there_are_no_events():
 def test_wrong_transport():
     with pytest.raises(ValueError, match="it can be gloo or shared"):
         on_ranks(total, 2, transport="pigeon")
+
+
+def test_all_ranks_have_one_clock():
+    def program(comm):
+        if comm.rank == 1:
+            time.sleep(0.2)
+        comm.barrier()
+        return comm.time()
+
+    times = on_ranks(program, 3).values
+    assert min(times) > 0.2 and max(times) - min(times) < 0.05 * slowness()

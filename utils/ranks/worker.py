@@ -30,7 +30,7 @@ from .packing import pack_into, unpack
 from .pipes import SharedTransport
 from .process import Lane, Process
 from .process_comm import ProcessComm
-from .segment import Segment, offsets
+from .segment import LINE, WORD, Segment, offsets, wait_until
 from .shared import SharedAllReduce
 from .transports import GlooTransport
 from .wire import Wire
@@ -60,7 +60,8 @@ class Job:
 
     def layout(self) -> dict[str, int]:
         """Where in the shared segment what begins; its "end"."""
-        sizes = {"states": self.ranks * LANES * State.SIZE, "mail": Mail.size(self.ranks)}
+        sizes = {"start": LINE * WORD, "states": self.ranks * LANES * State.SIZE}
+        sizes["mail"] = Mail.size(self.ranks)
         for lane in range(LANES):
             sizes[f"board{lane}"] = Board.size(self.ranks)
             sizes[f"all_reduce{lane}"] = SharedAllReduce.size(self.ranks)
@@ -172,7 +173,7 @@ def play(job: Job, process: Process) -> None:
     device = torch.device("cuda", job.rank) if on_gpu else torch.device("cpu")
     comm = ProcessComm(process, process.lanes[0], job.rank, range(job.ranks), device)
     with profiled(job) if on_gpu else contextlib.nullcontext():
-        process.start = time.perf_counter()
+        process.start = begin_together(job)
         value = program(comm, *args)
         process.finish()
         if on_gpu:
@@ -182,6 +183,15 @@ def play(job: Job, process: Process) -> None:
     report = value, messages, process.lanes[0].waits, took
     with open(job.path("value", job.rank), "wb") as file:
         pack_into(report, "the value that the program returned", file)
+
+
+def begin_together(job: Job) -> float:
+    """When the run began: the moment at which rank 0 came here, on the clock that all share."""
+    start = Segment(job.path("memory"), job.layout()["end"]).words(job.layout()["start"], 1)
+    if job.rank == 0:
+        start[0] = time.perf_counter_ns()
+    wait_until(lambda: start[0], 0)
+    return start[0] * 1e-9
 
 
 @contextlib.contextmanager
