@@ -30,7 +30,7 @@ class Lane:
         self.process, self.number = process, number
         self.state, self.board, self.all_reduce = state, board, all_reduce
         self.waits: list[tuple[float, float]] | None = [] if number == 0 else None
-        self.patience = (process.spins, 2000) if number == 0 else (10, 50)
+        self.patience = process.patience if number == 0 else (10, 50)
 
     def wait(self, ready: Callable[[], bool], doing: int, peer=0, kind=0, nbytes=0) -> None:
         """Wait, so that it is known outside what for; the program does not compute then.
@@ -81,10 +81,10 @@ class Lane:
 class Process:
     """A process that is a rank: what it shares with the others, its background, its record."""
 
-    def __init__(self, rank: int, ranks: int, mail: Mail, transport, spins: int):
+    def __init__(self, rank: int, ranks: int, mail: Mail, transport, patience: tuple[int, int]):
         self.rank, self.ranks = rank, ranks
         self.mail, self.transport = mail, transport
-        self.spins = spins
+        self.patience = patience
         self.wire: Wire | None = None
         self.lanes: list[Lane] = []
         self.pool: ThreadPoolExecutor | None = None

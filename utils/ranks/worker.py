@@ -37,7 +37,6 @@ from .wire import Wire
 from .work import check_gradients_arrived
 
 LANES = 2  # the program and its background
-SPINS = 2000  # looks before the processor is given away, where each rank has one of its own
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,7 @@ def make_process(job: Job) -> Process:
         transport = NcclTransport(mail, job.rank)
     else:
         transport = GlooTransport(mail)
-    crowded = job.ranks > (os.cpu_count() or 1)
-    process = Process(job.rank, job.ranks, mail, transport, 20 if crowded else SPINS)
+    process = Process(job.rank, job.ranks, mail, transport, patience(job))
     process.wire = Wire(*job.wire) if job.wire else None
     states = job.states(segment)[job.rank]
     for lane in range(LANES):
@@ -105,6 +103,17 @@ def make_process(job: Job) -> Process:
     if not job.record or job.transport == "nccl":  # the profiler records then
         process.messages = process.lanes[0].waits = None
     return process
+
+
+def patience(job: Job) -> tuple[int, int]:
+    """How often a rank that waits looks without a break, then gives way, until it sleeps.
+
+    It must not take the processor from those whom it waits for: other ranks, where there are more
+    of them than cores, and the threads of gloo.
+    """
+    alone = job.transport == "shared"
+    crowded = job.ranks > (os.cpu_count() or 1)
+    return (2000 if alone and not crowded else 20), (100 if crowded else 2000)
 
 
 class Report:
