@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import gc
+import os
 import random
 import sys
 import threading
@@ -947,3 +948,11 @@ def test_wrong_arguments_of_run():
         run(print, on="cloud")
     with pytest.raises(ValueError, match="no server 'dgx'"):
         run(print, on="virtual", server="dgx")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system places threads")
+def test_ranks_stay_on_one_core_and_the_parent_does_not():
+    before = os.sched_getaffinity(0)
+    values = on_ranks(lambda comm: os.sched_getaffinity(0), len(before)).values
+    assert all(cores == values[0] and len(cores) == 1 for cores in values)
+    assert os.sched_getaffinity(0) == before

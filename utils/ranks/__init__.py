@@ -6,7 +6,8 @@ result.values, result.timeline, result.prints
 comm.py         `Comm`, a rank's handle: who it is, and how to reach the others; work.py what is
                 under way
 collectives.py  the collectives as a rank's program, made of messages; rings.py over several rings
-errors.py       errors that name the rank and the line; packing.py programs and values as bytes
+errors.py       errors that name the rank and the line; packing.py programs and values as bytes;
+                cores.py how ranks share the processor
 
 virtual.py      ranks in simulated time: scheduler.py decides who runs, messages.py what messages
                 take, background.py runs what is launched, surroundings.py keeps ranks apart

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from ..events import Event
 from ..timeline import Timeline
+from .cores import threads_of_a_rank
 from .crew import Crew
 from .errors import RankError
 from .packing import pack_into, unpack
 from .result import Result
 from .segment import Segment
-from .surroundings import threads_of_a_rank
 from .worker import Job
 
 TRANSPORTS = ("gloo", "shared")

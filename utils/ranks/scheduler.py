@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..vgpu import Machine, VirtualGPUMode, state
 from ..vgpu.machine import Device, Host
+from .cores import stay_on_core
 from .errors import Aborted, DeadlockError, describe_stack, failure, story
 
 PATIENCE = 5  # seconds for the ranks of a failed run to end
@@ -65,8 +66,10 @@ class Fiber:
         self.thread.start()
 
     def _run(self, body: Callable[[], None]) -> None:
-        self.turn.acquire()
         scheduler = self.scheduler
+        if scheduler.core is not None:
+            stay_on_core(scheduler.core)
+        self.turn.acquire()
         try:
             with VirtualGPUMode():
                 if scheduler.error is None:
@@ -135,6 +138,7 @@ class Scheduler:
         self.error: BaseException | None = None
         self.cause: BaseException | None = None
         self.finished = threading.Event()
+        self.core: int | None = None  # where all threads stay, so that handing over is quick
 
     def add(self, fiber: Fiber, body: Callable[[], None]) -> None:
         self.fibers.add(fiber)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import random
 import sys
 import threading
@@ -179,9 +178,3 @@ class RandomGenerators:
             return getattr(generator, name)(*args, **kwargs)
 
         return function
-
-
-def threads_of_a_rank(ranks: int) -> int:
-    """How many threads each rank computes with, so that all together have the processor's cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // ranks)

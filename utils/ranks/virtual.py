@@ -19,12 +19,13 @@ from ..vgpu import state
 from ..vgpu.machine import PICOSECONDS, Machine
 from .background import Lane
 from .comm import OTHER_HANDLE, Comm
+from .cores import current_core, threads_of_a_rank
 from .errors import RankError, describe_stack
 from .messages import Message, wait_for, wait_for_any
 from .packing import pack, unpack
 from .result import Result
 from .scheduler import Fiber, Rank, Scheduler
-from .surroundings import own_surroundings, threads_of_a_rank
+from .surroundings import own_surroundings
 from .work import Work, check_gradients_arrived
 
 alone = threading.Lock()  # there is one simulated machine at a time
@@ -147,6 +148,8 @@ def run_virtual(program: Callable, args: tuple, ranks: int, server: Server, name
 def run_all(scheduler: Scheduler, payload: bytes, timeout: float | None) -> None:
     """Let every rank run to its end; ends them on time-out, or when something is raised here."""
     threads = threads_of_a_rank(len(scheduler.ranks))
+    if threads == 1:
+        scheduler.core = current_core()
     try:
         for number, rank in enumerate(scheduler.ranks):
             fiber = Fiber(scheduler, rank, f"host{number}")
