@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from utils import costs, run
+from utils.data_parallel import any_rank
 from utils.hardware import HOST, get_server, ideal_server
 from utils.parameter_server import (
     Asynchronous,
     StaleSynchronous,
     Synchronous,
-    any_rank,
     parameter_server,
     sgd,
 )

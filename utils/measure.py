@@ -24,6 +24,12 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def now(comm) -> float:
+    """The time at which this rank's device has done all that it was asked to do."""
+    torch.get_device_module(comm.device).synchronize()
+    return comm.time()
+
+
 def best_time(comm, call: Callable[[], None], seconds: float = 0.1) -> float:
     """Seconds of `call()`, made by all ranks at once: the fastest of several batches of calls.
 

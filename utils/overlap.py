@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from .data_parallel import bucket_schedule, make_buckets
+from .measure import now
 from .ranks import run
 
 
@@ -28,12 +29,6 @@ class Gradient:
     nbytes: int
     dtype: torch.dtype
     device: torch.device
-
-
-def now(comm) -> float:
-    """The time at which this rank's device has done all that it was asked to do."""
-    torch.get_device_module(comm.device).synchronize()
-    return comm.time()
 
 
 def gradient_times(comm, make: Callable) -> tuple[float, list[Gradient]]:

@@ -262,10 +262,3 @@ def parameter_server(comm, values: Mapping[str, Tensor], scheme: Callable, work:
 def sgd(rate: float) -> Callable:
     """A step for the servers: value -= rate · gradient."""
     return lambda value, gradient: value.sub_(gradient, alpha=rate)
-
-
-def any_rank(comm, flag: bool) -> bool:
-    """Whether `flag` is true on any rank. All get the same answer, so all can do the same."""
-    vote = torch.tensor(float(flag))
-    comm.all_reduce(vote, "max")
-    return vote.item() > 0

@@ -21,11 +21,11 @@ def broadcast_module(comm, module: nn.Module, src: int = 0) -> None:
         comm.broadcast(tensor, src)
 
 
-def any_rank(comm, wish: bool) -> bool:
-    """Whether any rank wishes so: every rank must ask, and all get the same answer."""
-    wishes = torch.tensor([int(wish)])
-    ring_all_reduce(comm, wishes, "max")
-    return bool(wishes.item())
+def any_rank(comm, flag: bool) -> bool:
+    """Whether `flag` is true on any rank. All get the same answer, so all can do the same."""
+    vote = torch.tensor(float(flag))
+    comm.all_reduce(vote, "max")
+    return vote.item() > 0
 
 
 def in_step(comm, batches: Iterable) -> Iterator:

@@ -21,6 +21,7 @@ from torch.func import functional_call
 
 from ..data_parallel import share_of_loss
 from ..events import Event
+from ..measure import now
 from ..ranks import Comm
 from .checks import Schedule, event
 from .gradients import all_finite, sum_tied_gradients
@@ -113,12 +114,6 @@ def check_call(comm, chunks, schedule, micro_batches) -> None:
                 *wanted, *found[:2], comm.rank, found[2]
             )
         )
-
-
-def now(comm: Comm) -> float:
-    """Seconds since the run began, when the device has done what it was given."""
-    torch.get_device_module(comm.device).synchronize(comm.device)
-    return comm.time()
 
 
 # --- computing ----------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..costs import bytes_per_parameter
+from ..measure import now
 from ..ranks import Comm
-from .executor import now
 from .partition import best_cuts
 
 WARM_UP, REPEATS = 1, 3
